@@ -1,0 +1,5 @@
+import sys
+
+from opslot.tools.cli import main
+
+sys.exit(main())

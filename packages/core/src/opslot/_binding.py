@@ -1,0 +1,186 @@
+"""The result of a bind: what runs where and why, and the way back."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from ._contract import OpContract
+from ._device import Device
+from ._errors import BindError
+from ._kernel import EAGER
+from ._registry import PROCESS_LOCAL, Offer
+from ._slot import OpSlot
+
+if TYPE_CHECKING:
+    import torch
+
+SCHEMA = 1
+
+
+@dataclass(frozen=True)
+class Row:
+    """One slot of one module: what runs there and why. `module` is the empty string for the model itself."""
+
+    module: str
+    slot: str
+    op: str
+    variant: str
+    kernel: str
+    distribution: str
+    version: str
+    identity: str
+    reason: str
+
+    @classmethod
+    def of(cls, module: str, slot: str, contract: OpContract, offer: Offer | None, reason: str) -> "Row":
+        if offer is None:
+            return cls(module, slot, *contract.key, EAGER, "", "", EAGER, reason)
+        return cls(
+            module, slot, *contract.key, offer.spec.name, offer.distribution, offer.version, _identity(offer), reason
+        )
+
+
+@dataclass(frozen=True)
+class Write:
+    """One change to an instance: `slot` in place of `previous`; None stands for the class's own slot."""
+
+    module: "torch.nn.Module"
+    attribute: str
+    previous: OpSlot | None
+    slot: OpSlot | None
+
+    def do(self, slot: OpSlot | None) -> None:
+        if slot is None:
+            vars(self.module).pop(self.attribute, None)
+        else:
+            vars(self.module)[self.attribute] = slot
+
+
+class Binding:
+    """What `opslot.bind` did to one model. Printing it shows what runs where and why."""
+
+    def __init__(
+        self,
+        model: "torch.nn.Module",
+        device: Device,
+        rows: tuple[Row, ...],
+        writes: tuple[Write, ...],
+        unused: tuple[str, ...],
+    ) -> None:
+        self.device = device
+        self.rows = rows
+        self.unused = unused
+        self._model = model
+        self._writes = writes
+
+    def apply(self) -> None:
+        for write in self._writes:
+            write.do(write.slot)
+
+    def unbind(self) -> None:
+        """Give every slot that this binding wrote what it had before. Slots bound again since are left alone."""
+        for write in reversed(self._writes):
+            if vars(write.module).get(write.attribute) is write.slot:
+                write.do(write.previous)
+
+    def verify(self) -> tuple[str, ...]:
+        """The slots that are no longer as bound, each with its reason; empty when all are in place."""
+        modules = dict(self._model.named_modules())
+        problems = []
+        for row, write in zip(self.rows, self._writes, strict=True):
+            where = f"{row.module or 'the model'} ({row.op}/{row.variant} -> {row.kernel})"
+            if modules.get(row.module) is not write.module:
+                problems.append(f"{where}: the module was replaced or removed after bind")
+            elif vars(write.module).get(write.attribute) is not write.slot:
+                problems.append(f"{where}: the slot was bound again or unbound")
+        return tuple(problems)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Identifies the choice: which kernel of which distribution and version each slot has. Not the host."""
+        return _digest(sorted([row.module, row.slot, row.op, row.variant, row.identity] for row in self.rows))
+
+    def environment(self) -> dict[str, str]:
+        """What else the numbers depend on: device, Python, torch and the distributions that gave kernels."""
+        import platform
+        from importlib.metadata import version
+
+        used = {row.distribution: row.version for row in self.rows if row.distribution not in ("", PROCESS_LOCAL)}
+        return {
+            "device": str(self.device),
+            "python": platform.python_version(),
+            "torch": version("torch"),
+            "opslot": version("opslot"),
+            **dict(sorted(used.items())),
+        }
+
+    def to_dict(self) -> dict[str, Any]:
+        environment = self.environment()
+        return {
+            "schema": SCHEMA,
+            "fingerprint": self.fingerprint,
+            "environment_fingerprint": _digest(sorted(environment.items())),
+            "environment": environment,
+            "unused": list(self.unused),
+            "slots": [asdict(row) for row in self.rows],
+        }
+
+    def to_json(self) -> str:
+        import json
+
+        return json.dumps(self.to_dict(), indent=2) + "\n"
+
+    def assert_same_on_all_ranks(self) -> None:
+        """Raise `BindError` on every rank of the default process group unless all ranks made the same choice."""
+        import torch.distributed as dist
+
+        if not dist.is_available() or not dist.is_initialized():
+            return
+        choices: list[str] = [""] * dist.get_world_size()
+        dist.all_gather_object(choices, self.fingerprint)
+        if len(set(choices)) > 1:
+            ranks = {f: [r for r, g in enumerate(choices) if g == f] for f in dict.fromkeys(choices)}
+            detail = "; ".join(f"ranks {r}: {f}" for f, r in ranks.items())
+            raise BindError(
+                f"the ranks chose different kernels: {detail}. Compare Binding.to_json() of one rank of each; their "
+                "configuration, installed backends or devices differ"
+            )
+
+    def __str__(self) -> str:
+        groups: dict[tuple[str, ...], list[str]] = {}
+        for row in self.rows:
+            kernel = " ".join(p for p in (row.kernel, row.distribution, row.version) if p)
+            groups.setdefault((f"{row.op}/{row.variant}", kernel, row.reason), []).append(row.module)
+        lines = [f"opslot: {len(self.rows)} slots on {self.device}, choice {self.fingerprint}"]
+        width = max((len(op) for op, _, _ in groups), default=0)
+        for (op, kernel, reason), modules in groups.items():
+            lines.append(f"  {op:{width}}  {len(modules):4} x  {kernel}  [{reason}]")
+            lines.append(f"  {'':{width}}          {', '.join(_collapse(modules))}")
+        lines += [f"  unused: {field} was chosen, but this model has no such slot" for field in self.unused]
+        return "\n".join(lines)
+
+
+def _collapse(names: Sequence[str]) -> list[str]:
+    """Repeated layers as one name: model.layers.0.norm, model.layers.1.norm -> model.layers.*.norm."""
+    patterns = (".".join("*" if part.isdecimal() else part for part in name.split(".")) for name in names)
+    return [pattern or "(the model)" for pattern in dict.fromkeys(patterns)]
+
+
+def _identity(offer: Offer) -> str:
+    """What a kernel is, in a fingerprint: its distribution and version, or the code of a process-local function."""
+    if offer.distribution != PROCESS_LOCAL:
+        return f"{offer.selector}=={offer.version}"
+    target = offer.spec.target
+    code = getattr(target, "__code__", None)
+    body = _digest([code.co_code.hex(), repr(code.co_names)]) if code is not None else ""
+    named = target if hasattr(target, "__qualname__") else type(target)
+    where = target if isinstance(target, str) else f"{named.__module__}:{named.__qualname__}"
+    return f"{offer.selector}=={where}#{body}"
+
+
+def _digest(data: Any) -> str:
+    import hashlib
+    import json
+
+    return hashlib.sha256(json.dumps(data).encode()).hexdigest()[:16]

@@ -1,0 +1,87 @@
+"""Contracts: what an operation is, so that kernels for it can be exchanged and checked."""
+
+import inspect
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ._errors import SpecError
+from ._target import Target, check_target, load_target
+
+_NAME = re.compile(r"[a-z][a-z0-9_]*")
+
+Key = tuple[str, str]
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """Largest error of a kernel against its reference in float64: `atol + rtol * abs(reference)`, elementwise."""
+
+    rtol: float
+    atol: float
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One set of arguments for a contract. Tensors that require gradients are differentiated in checks."""
+
+    name: str
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpContract:
+    """The definition of one `(op, variant)`. Two kernels are interchangeable only under the same contract.
+
+    `reference` is a readable PyTorch function over plain tensors. Its signature is the contract's signature, its
+    docstring gives maths, shapes and dtypes. `samples(device, dtype, seed)` yields `Sample`s: ordinary, odd and
+    degenerate. `tolerances` are per dtype name ("float32"). `fields` are further names of the config field besides
+    the op and `<op>_implementation`; `prefix` may stand before every value of it ("fused_"). `aliases` are other
+    "op/variant" names of this contract. `activation` is the function that the maths applies: a slot that names its
+    module's activation is refused when that one computes something else.
+    """
+
+    op: str
+    variant: str
+    summary: str
+    reference: Target
+    samples: Target
+    tolerances: Mapping[str, Tolerance]
+    fields: tuple[str, ...] = ()
+    prefix: str = ""
+    aliases: tuple[str, ...] = ()
+    activation: Target | None = None
+
+    def __post_init__(self) -> None:
+        for name in (self.op, self.variant):
+            if not _NAME.fullmatch(name):
+                raise SpecError(f"contract {self}: {name!r} must be lower_case letters, digits and underscores")
+        for alias in self.aliases:
+            if not all(map(_NAME.fullmatch, alias.split("/"))) or alias.count("/") != 1:
+                raise SpecError(f"contract {self}: alias {alias!r} must have the form 'op/variant'")
+        for target in (self.reference, self.samples, self.activation):
+            if target is not None:
+                check_target(target, f"contract {self}")
+
+    def __str__(self) -> str:
+        return f"{self.op}/{self.variant}"
+
+    @property
+    def key(self) -> Key:
+        return self.op, self.variant
+
+    def load_reference(self) -> Any:
+        return load_target(self.reference, f"the reference of {self}")
+
+    def signature(self) -> inspect.Signature:
+        return inspect.signature(self.load_reference())
+
+    def doc(self) -> str:
+        return inspect.getdoc(self.load_reference()) or self.summary
+
+    def config_fields(self) -> tuple[str, ...]:
+        """Every name under which a configuration may choose this op."""
+        ops = dict.fromkeys([self.op, *(alias.split("/")[0] for alias in self.aliases)])
+        return tuple(dict.fromkeys([*ops, *(f"{op}_implementation" for op in ops), *self.fields]))

@@ -1,0 +1,123 @@
+"""Devices: what kernels run on, and the kinds that tell them apart."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ._errors import OpslotError
+from ._target import Target, check_target, load_target
+
+if TYPE_CHECKING:
+    import torch
+
+Probe = Callable[[int], tuple[str, str] | None]
+
+
+@dataclass(frozen=True)
+class Device:
+    """What a kernel is judged against: `Device("cuda", "sm_90", "NVIDIA H200")`.
+
+    `kind` is the name of a `DeviceKind`, not torch's device type: a ROCm build of torch calls its devices "cuda", and
+    they are of kind "rocm" here. `arch` is "sm_90", "gfx942", "Ascend910B3", ..., empty where a kind has none.
+    """
+
+    kind: str
+    arch: str = ""
+    name: str = ""
+
+    def __str__(self) -> str:
+        detail = ", ".join(part for part in (self.arch, self.name) if part)
+        return f"{self.kind} ({detail})" if detail else self.kind
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceKind:
+    """How to recognise one kind of device.
+
+    `torch_type` is the `torch.device.type` under which its devices appear. `probe(index)` returns `(arch, name)` of
+    that device, or None when the device is not of this kind; it may import torch.
+    """
+
+    name: str
+    torch_type: str
+    probe: Target
+
+    def __post_init__(self) -> None:
+        check_target(self.probe, f"device kind {self.name!r}")
+
+
+def describe(device: "torch.device", kinds: Iterable[DeviceKind]) -> Device:
+    """The `Device` of a torch device. Raises `OpslotError` when no kind recognises it."""
+    for kind in kinds:
+        if kind.torch_type == device.type:
+            probe: Probe = load_target(kind.probe, f"the probe of device kind {kind.name!r}")
+            found = probe(device.index or 0)
+            if found is not None:
+                return Device(kind.name, *found)
+    known = ", ".join(sorted(kind.name for kind in kinds))
+    raise OpslotError(f"no installed backend knows devices of torch type {device.type!r} (known kinds: {known})")
+
+
+def current_device(kinds: Iterable[DeviceKind]) -> Device:
+    """The present accelerator, else the CPU: what a model is bound for when its caller names no device."""
+    import importlib.util
+
+    if importlib.util.find_spec("torch") is None:
+        return Device("cpu", name="torch is not installed")
+    import torch
+
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None:
+        return describe(torch.device("cpu"), kinds)
+    return describe(torch.device(accelerator.type, torch.accelerator.current_device_index()), kinds)
+
+
+def _probe_cuda(index: int) -> tuple[str, str] | None:
+    import torch
+
+    if torch.version.hip is not None:
+        return None
+    major, minor = torch.cuda.get_device_capability(index)
+    return f"sm_{major}{minor}", torch.cuda.get_device_name(index)
+
+
+def _probe_rocm(index: int) -> tuple[str, str] | None:
+    import torch
+
+    if torch.version.hip is None:
+        return None
+    # "gfx90a:sramecc+:xnack-": what follows the colon is configuration, not architecture.
+    return torch.cuda.get_device_properties(index).gcnArchName.split(":")[0], torch.cuda.get_device_name(index)
+
+
+def _probe_npu(index: int) -> tuple[str, str] | None:
+    import torch
+
+    name: str = torch.npu.get_device_name(index)  # type: ignore[attr-defined]  # torch_npu adds this module
+    return name, name
+
+
+def _probe_xpu(index: int) -> tuple[str, str] | None:
+    import torch
+
+    return "", torch.xpu.get_device_name(index)
+
+
+def _probe_mps(index: int) -> tuple[str, str] | None:
+    return "", "Apple GPU"
+
+
+def _probe_cpu(index: int) -> tuple[str, str] | None:
+    import platform
+
+    return platform.machine(), ""
+
+
+CORE_KINDS = (
+    DeviceKind(name="cuda", torch_type="cuda", probe=_probe_cuda),
+    DeviceKind(name="rocm", torch_type="cuda", probe=_probe_rocm),
+    DeviceKind(name="npu", torch_type="npu", probe=_probe_npu),
+    DeviceKind(name="xpu", torch_type="xpu", probe=_probe_xpu),
+    DeviceKind(name="mps", torch_type="mps", probe=_probe_mps),
+    DeviceKind(name="cpu", torch_type="cpu", probe=_probe_cpu),
+)

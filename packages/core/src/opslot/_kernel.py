@@ -1,0 +1,75 @@
+"""Kernels: one implementation of one contract, as data."""
+
+import re
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+from ._device import Device
+from ._errors import SpecError
+from ._requires import Requires
+from ._target import Target, check_target
+
+EAGER = "eager"
+AUTO = "auto"
+
+_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_.-]*")
+
+
+class Priority(IntEnum):
+    """What `auto` prefers. It takes the usable kernel of the highest band, and eager when none is above BY_NAME.
+
+    BY_NAME: never chosen by `auto`, only by name (experimental, or a trade that its user must want).
+    PORTABLE: better than eager on every device it supports.
+    TUNED: written for one family of devices, and measured there to beat the portable kernels.
+    NATIVE: the fastest verified kernel on the architectures that it requires.
+    """
+
+    BY_NAME = 0
+    PORTABLE = 10
+    TUNED = 20
+    NATIVE = 30
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelSpec:
+    """One implementation of one `(op, variant)`.
+
+    `target` is the function, or "module:attr" which is imported when the kernel is first bound. `aliases` are other
+    config values that mean this kernel. `dtypes` limits the dtype of the parameters it reads ("bfloat16"), empty means
+    any. `backward`, `compile`, `cuda_graphs`, `deterministic` and `batch_invariant` are claims: what a spec does not
+    claim is not promised.
+    """
+
+    op: str
+    variant: str = "standard"
+    name: str
+    target: Target
+    aliases: tuple[str, ...] = ()
+    requires: Requires = field(default_factory=Requires)
+    dtypes: tuple[str, ...] = ()
+    backward: bool = True
+    compile: bool = False
+    cuda_graphs: bool = False
+    deterministic: bool = False
+    batch_invariant: bool = False
+    priority: Priority = Priority.BY_NAME
+    summary: str = ""
+
+    def __post_init__(self) -> None:
+        for name in (self.name, *self.aliases):
+            if not isinstance(name, str) or not _NAME.fullmatch(name):
+                raise SpecError(f"kernel {self}: name {name!r} must be letters, digits, '_', '-' or '.'")
+            if name in (EAGER, AUTO):
+                raise SpecError(f"kernel {self}: {name!r} is reserved")
+        if not isinstance(self.requires, Requires):
+            raise SpecError(f"kernel {self}: requires must be a Requires, got {self.requires!r}")
+        check_target(self.target, f"kernel {self}")
+
+    def unmet(self, device: Device, dtypes: tuple[str, ...] = ()) -> tuple[str, ...]:
+        """Why this kernel cannot run on `device` for parameters of `dtypes`; empty when it can."""
+        refused = sorted(set(dtypes) - set(self.dtypes)) if self.dtypes else []
+        limit = (f"takes {' or '.join(self.dtypes)} parameters, not {', '.join(refused)}",) if refused else ()
+        return self.requires.unmet(device) + limit
+
+    def __str__(self) -> str:
+        return f"{self.op}/{self.variant}:{self.name}"

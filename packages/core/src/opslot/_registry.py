@@ -1,0 +1,243 @@
+"""The registry: which contracts and kernels there are, and which kernel a name means."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from ._backend import Backend
+from ._contract import Key, OpContract
+from ._device import Device, DeviceKind, current_device, describe
+from ._errors import BackendError, DuplicateError, KernelUnavailable, UnknownKernel, UnknownOp, nearest
+from ._kernel import AUTO, EAGER, KernelSpec, Priority
+from ._target import check_kernel, load_target
+
+PROCESS_LOCAL = "process-local"
+
+
+@dataclass(frozen=True)
+class Offer:
+    """A kernel together with the distribution that brings it, or "process-local" for one of this process alone."""
+
+    spec: KernelSpec
+    distribution: str
+    version: str = ""
+
+    @property
+    def selector(self) -> str:
+        """The config value that means this kernel even when another distribution offers the same name."""
+        return f"{self.distribution}:{self.spec.name}"
+
+    def __str__(self) -> str:
+        return f"{self.spec.name} ({' '.join(part for part in (self.distribution, self.version) if part)})"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A decision with its reason. `offer` is None for eager: the model's own code runs."""
+
+    offer: Offer | None
+    reason: str
+
+
+@dataclass(frozen=True)
+class BackendRecord:
+    """One backend as it was found: loaded, or failed with what it raised and the traceback as text."""
+
+    name: str
+    distribution: str
+    version: str
+    backend: Backend | None = None
+    error: BaseException | None = None
+    traceback: str = ""
+
+
+class Registry:
+    """Contracts, kernels and device kinds by name. A backend is taken whole or not at all."""
+
+    def __init__(self) -> None:
+        self._contracts: dict[Key, OpContract] = {}
+        self._aliases: dict[Key, Key] = {}
+        self._offers: dict[Key, list[Offer]] = {}
+        self._kinds: dict[str, DeviceKind] = {}
+        self.records: list[BackendRecord] = []
+
+    def add(self, backend: Backend, distribution: str, version: str = "") -> None:
+        """Take everything that `backend` offers, or raise and take nothing."""
+        contracts = {**self._contracts, **_unique(backend.contracts, self._contracts, "contract")}
+        kinds = {**self._kinds, **_unique(backend.device_kinds, self._kinds, "device kind")}
+        seen: set[tuple[str, str, str]] = set()
+        for spec in backend.kernels:
+            if (spec.op, spec.variant) not in contracts:
+                raise UnknownOp(f"kernel {spec}: there is no contract {spec.op}/{spec.variant}")
+            for name in (spec.name, *spec.aliases):
+                if (spec.op, spec.variant, name) in seen:
+                    raise DuplicateError(f"kernel {spec}: the name {name!r} is used twice in this backend")
+                seen.add((spec.op, spec.variant, name))
+        # Nothing below can raise.
+        self._contracts, self._kinds = contracts, kinds
+        for contract in backend.contracts:
+            for alias in contract.aliases:
+                op, _, variant = alias.partition("/")
+                self._aliases[op, variant] = contract.key
+        for spec in backend.kernels:
+            self._offers.setdefault((spec.op, spec.variant), []).append(Offer(spec, distribution, version))
+
+    def register(self, spec: KernelSpec, *, replace: bool = False) -> None:
+        """Offer a kernel from a script or notebook, in this process alone.
+
+        Running the same definition again replaces it, as a notebook cell does. Another function under a taken name
+        raises `DuplicateError`, unless `replace=True`.
+        """
+        key = self.contract(spec.op, spec.variant).key
+        offers = self._offers.setdefault(key, [])
+        for old in offers:
+            if {spec.name, *spec.aliases} & {old.spec.name, *old.spec.aliases}:
+                if old.distribution != PROCESS_LOCAL:
+                    raise DuplicateError(f"kernel {spec}: {old} has this name already; choose another")
+                if not replace and _origin(old.spec) != _origin(spec):
+                    raise DuplicateError(f"kernel {spec}: registered before, from another function; pass replace=True")
+                offers.remove(old)
+                break
+        offers.append(Offer(spec, PROCESS_LOCAL))
+
+    def contracts(self) -> tuple[OpContract, ...]:
+        return tuple(self._contracts[key] for key in sorted(self._contracts))
+
+    def contract(self, op: str, variant: str = "standard") -> OpContract:
+        """The contract of `(op, variant)`, which may be aliases. Raises `UnknownOp`."""
+        found = self._contracts.get(self._aliases.get((op, variant), (op, variant)))
+        if found is not None:
+            return found
+        ops = {known for known, _ in self._contracts}
+        if op in ops:
+            mine = [v for o, v in sorted(self._contracts) if o == op]
+            raise UnknownOp(f"op {op!r} has no variant {variant!r}{nearest(variant, mine)}; it has: {_list(mine)}")
+        raise UnknownOp(f"unknown op {op!r}{nearest(op, ops)}; known: {_list(sorted(ops))}{self._failed()}")
+
+    def offers(self, op: str, variant: str = "standard") -> tuple[Offer, ...]:
+        """Every kernel for this contract, usable here or not, by name."""
+        key = self.contract(op, variant).key
+        return tuple(sorted(self._offers.get(key, ()), key=lambda o: (o.spec.name, o.distribution)))
+
+    def offer(self, op: str, variant: str, name: str) -> Offer:
+        """The one kernel that `name` or `distribution:name` means.
+
+        Raises `UnknownKernel`, `DuplicateError` when two distributions offer the bare name, `BackendError` when
+        `name` is that of a backend which failed to load.
+        """
+        contract = self.contract(op, variant)
+        distribution, _, bare = name.rpartition(":")
+        names = {bare, bare.removeprefix(contract.prefix)}
+        offers = self.offers(op, variant)
+        found = [o for o in offers if names & {o.spec.name, *o.spec.aliases} and distribution in ("", o.distribution)]
+        if len(found) == 1:
+            return found[0]
+        if found:
+            raise DuplicateError(
+                f"kernel {name!r} for {contract} is offered by several distributions; "
+                f"choose one of: {_list(o.selector for o in found)}"
+            )
+        for record in self.records:
+            if record.error is not None and (record.name in names or record.distribution == distribution):
+                raise BackendError(
+                    f"kernel {name!r} for {contract}: backend {record.name!r} of {record.distribution} "
+                    f"{record.version} failed to load: {type(record.error).__name__}: {record.error}"
+                ) from record.error
+        valid = [EAGER, AUTO, *(o.spec.name for o in offers)]
+        raise UnknownKernel(
+            f"no kernel {name!r} for {contract}{nearest(name, valid)}; known: {_list(valid)}{self._failed()}"
+        )
+
+    def choose(self, op: str, variant: str, name: str, device: Device, dtypes: tuple[str, ...] = ()) -> Choice:
+        """What `name` means on `device` for a module whose parameters are of `dtypes`.
+
+        Raises `KernelUnavailable` with every reason for an explicit name that cannot run.
+        """
+        if name == EAGER:
+            return Choice(None, "asked for")
+        if name == AUTO:
+            return self._auto(op, variant, device, dtypes)
+        offer = self.offer(op, variant, name)
+        reasons = offer.spec.unmet(device, dtypes)
+        if reasons:
+            raise KernelUnavailable(
+                f"kernel {name!r} for {op}/{variant} cannot run here: {'; '.join(reasons)}. "
+                f"Usable here: {_list(self.list_available(op, variant, device))}"
+            )
+        return Choice(offer, "asked for")
+
+    def _auto(self, op: str, variant: str, device: Device, dtypes: tuple[str, ...]) -> Choice:
+        offers = self.offers(op, variant)
+        why_not = {o.selector: "; ".join(o.spec.unmet(device, dtypes)) for o in offers}
+        ranked = [o for o in offers if o.spec.priority > Priority.BY_NAME and not why_not[o.selector]]
+        if ranked:
+            best = max(o.spec.priority for o in ranked)
+            first, *ties = [o for o in ranked if o.spec.priority == best]
+            also = f", first by name before {_list(o.spec.name for o in ties)}" if ties else ""
+            return Choice(first, f"auto: {best.name} is the highest band usable on {device.kind}{also}")
+        if not offers:
+            return Choice(None, "auto: no installed backend offers a kernel")
+        reasons = [f"{o.spec.name} {why_not[o.selector] or 'is chosen only by name'}" for o in offers]
+        return Choice(None, f"auto: {', '.join(reasons)}")
+
+    def load(self, offer: Offer) -> Callable[..., Any]:
+        """Import the kernel and check that it can be called as its contract says. Raises `TargetError`."""
+        owner = f"kernel {offer.spec} of {offer.distribution}"
+        kernel = load_target(offer.spec.target, owner)
+        check_kernel(kernel, self.contract(offer.spec.op, offer.spec.variant).signature(), owner)
+        return kernel
+
+    def resolve(self, op: str, variant: str, name: str, device: Device | None = None) -> Callable[..., Any] | None:
+        """The callable that `name` means on `device` (default: the present one). None for eager.
+
+        Raises `UnknownOp` and `UnknownKernel` (`LookupError`), `KernelUnavailable` (`RuntimeError`).
+        """
+        offer = self.choose(op, variant, name, device or self.current_device()).offer
+        return None if offer is None else self.load(offer)
+
+    def list_available(self, op: str, variant: str = "standard", device: Device | None = None) -> list[str]:
+        """The names that `resolve` takes on `device`: "eager" first, then each kernel that is usable there."""
+        device = device or self.current_device()
+        usable = [o for o in self.offers(op, variant) if not o.spec.unmet(device)]
+        names = [o.spec.name for o in usable]
+        return [EAGER, *(o.spec.name if names.count(o.spec.name) == 1 else o.selector for o in usable)]
+
+    def current_device(self) -> Device:
+        return current_device(self._kinds.values())
+
+    def describe(self, device: Any) -> Device:
+        """The `Device` of a `torch.device` or a string that torch understands; a `Device` is returned as it is."""
+        if isinstance(device, Device):
+            return device
+        import torch
+
+        return describe(torch.device(device), self._kinds.values())
+
+    def _failed(self) -> str:
+        failed = [
+            f"{r.distribution} ({type(r.error).__name__}: {r.error})" for r in self.records if r.error is not None
+        ]
+        return f". These backends failed to load: {'; '.join(failed)}" if failed else ""
+
+
+def _unique(items: Iterable[Any], taken: dict[Any, Any], what: str) -> dict[Any, Any]:
+    fresh: dict[Any, Any] = {}
+    for item in items:
+        key = item.key if isinstance(item, OpContract) else item.name
+        if key in taken or key in fresh:
+            raise DuplicateError(f"{what} {'/'.join(key) if isinstance(key, tuple) else key} is defined already")
+        fresh[key] = item
+    return fresh
+
+
+def _origin(spec: KernelSpec) -> tuple[str, str] | str:
+    """What stays the same when a notebook cell that defines the kernel runs again."""
+    if isinstance(spec.target, str):
+        return spec.target
+    kind = type(spec.target)
+    function = spec.target if hasattr(spec.target, "__qualname__") else kind
+    return getattr(function, "__module__", kind.__module__), getattr(function, "__qualname__", kind.__qualname__)
+
+
+def _list(names: Iterable[str]) -> str:
+    return ", ".join(names) or "none"

@@ -1,0 +1,161 @@
+"""Slots: the places in a model where a kernel may run."""
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from ._errors import BindError, KernelUnavailable
+from ._kernel import EAGER
+from ._registry import PROCESS_LOCAL, Offer
+
+if TYPE_CHECKING:
+    import torch
+
+_Module = TypeVar("_Module", bound=type)
+
+
+class OpSlot:
+    """A place where a kernel of `op/variant` may run. `kernel` is None: the original code below the guard runs.
+
+    In a model it is a class attribute, and the guard reads it once:
+
+        class Norm(nn.Module):
+            rms_norm_op = OpSlot("rms_norm", "standard")
+
+            def forward(self, x):
+                kernel = self.rms_norm_op.kernel
+                if kernel is not None:
+                    return kernel(x, self.weight, self.eps)
+                ...
+
+    `opslot.bind(model, ...)` gives instances their own bound slot, which shadows the class attribute; the class and
+    other instances stay as they are. A slot used alone, outside a class, is bound with `slot.bind(name)`.
+
+    `activation` names the module's attribute that holds its activation function; a kernel is refused when that is not
+    the activation of the contract. `check(module)` returns why no kernel may replace the code of this module, or None.
+    """
+
+    def __init__(
+        self,
+        op: str,
+        variant: str = "standard",
+        *,
+        activation: str | None = None,
+        check: Callable[[Any], str | None] | None = None,
+    ) -> None:
+        self.op = op
+        self.variant = variant
+        self.activation = activation
+        self.check = check
+        self.kernel: Callable[..., Any] | None = None
+        self.offer: Offer | None = None
+        self._declared_in = ""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._declared_in = f"{owner.__qualname__}.{name}"
+
+    @property
+    def use_non_eager_impl(self) -> bool:
+        return self.kernel is not None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.kernel is None:
+            raise BindError(f"{self!r} has no kernel to call: bind one, or guard the call with `kernel is not None`")
+        return self.kernel(*args, **kwargs)
+
+    def __repr__(self) -> str:
+        return f"OpSlot({self.op}/{self.variant} -> {self.offer.spec.name if self.offer else EAGER})"
+
+    def bind(self, name: str, *, device: Any = None) -> None:
+        """Bind a slot that is used alone. `device`: as for `opslot.bind`. Raises as `Registry.resolve` does."""
+        from ._discovery import registry
+
+        if self._declared_in:
+            raise BindError(
+                f"{self!r} is declared by the class attribute {self._declared_in}, which all its instances share; "
+                "bind the model: opslot.bind(model, ...)"
+            )
+        known = registry()
+        choice = known.choose(
+            self.op, self.variant, name, known.current_device() if device is None else known.describe(device)
+        )
+        self.kernel, self.offer = (None, None) if choice.offer is None else (known.load(choice.offer), choice.offer)
+
+    def bound_to(self, kernel: Callable[..., Any] | None, offer: Offer | None) -> "OpSlot":
+        """A slot like this one that holds `kernel`; `opslot.bind` writes it into instances."""
+        other = OpSlot(self.op, self.variant, activation=self.activation, check=self.check)
+        other.kernel, other.offer, other._declared_in = kernel, offer, self._declared_in
+        return other
+
+    def weight(self, linear: "torch.nn.Module") -> "torch.Tensor":
+        """The weight of a plain `nn.Linear`, for a kernel that takes it as a tensor.
+
+        Reading `.weight` would skip what a LoRA adapter, a quantised layer or a hook adds in `forward`, and would see
+        one shard of a sharded weight. All of these raise `BindError`, at the call, so also when wrapped after bind.
+        """
+        from torch import Tensor, nn
+
+        weight = getattr(linear, "weight", None)
+        if not isinstance(linear, nn.Linear) or type(linear).forward is not nn.Linear.forward:
+            problem = "is not a plain nn.Linear"
+        elif "forward" in linear.__dict__:
+            problem = "has a forward of its own"
+        elif type(weight) is not Tensor and type(weight) is not nn.Parameter:
+            problem = f"has a weight of type {type(weight).__name__}"
+        elif weight.dim() != 2 or weight.numel() == 0:
+            problem = f"has a weight of shape {tuple(weight.shape)}, as a sharded parameter does"
+        else:
+            return weight
+        raise BindError(
+            f"{self!r} would read the weight of {type(linear).__name__}, which {problem}: what its forward adds would "
+            f"be lost. Choose {self.op}: eager"
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "OpSlot":
+        return self.bound_to(self.kernel, self.offer)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if self.offer is not None and self.offer.distribution == PROCESS_LOCAL:
+            raise KernelUnavailable(
+                f"{self!r} holds a process-local kernel, which no other process can find: unbind() before pickling, "
+                "or publish the kernel as a backend"
+            )
+        selector = self.offer.selector if self.offer else EAGER
+        return _restore, (self.op, self.variant, self.activation, self.check, self._declared_in, selector)
+
+
+def _restore(op: str, variant: str, activation: Any, check: Any, declared_in: str, selector: str) -> OpSlot:
+    slot = OpSlot(op, variant, activation=activation, check=check)
+    slot.bind(selector)
+    slot._declared_in = declared_in
+    return slot
+
+
+def guard_forward(slot: str, **parameters: str) -> Callable[[_Module], _Module]:
+    """Class decorator: guard `forward` from outside the decorators below it.
+
+    For classes whose decorators swap the body of `forward`, where a guard inside would never be reached. A bound
+    kernel is called with forward's own arguments and, by keyword, the attributes that `parameters` names:
+
+        @guard_forward("moe_experts_op", gate_up="gate_up_proj", down="down_proj")
+        @use_experts_implementation
+        class Experts(nn.Module): ...
+    """
+
+    def decorate(cls: _Module) -> _Module:
+        upstream = cls.forward  # type: ignore[attr-defined]
+        reads = tuple(parameters.items())
+
+        @functools.wraps(upstream)
+        def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+            kernel = getattr(self, slot).kernel
+            if kernel is None:
+                return upstream(self, *args, **kwargs)
+            for keyword, attribute in reads:
+                kwargs[keyword] = getattr(self, attribute)
+            return kernel(*args, **kwargs)
+
+        cls.forward = forward  # type: ignore[attr-defined]
+        return cls
+
+    return decorate

@@ -1,0 +1,1 @@
+"""The contracts that opslot itself brings, one file per op."""

@@ -1,0 +1,1 @@
+"""Commands. A training process imports none of this."""

@@ -1,0 +1,158 @@
+"""The command `opslot`."""
+
+import argparse
+import json
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from opslot import AUTO, Device, OpContract, OpslotError, Registry, registry
+
+EXIT_CODES = "exit codes: 0 done; 1 an error, or a backend that failed to load (backends); 2 wrong usage"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = _parser().parse_args(arguments)
+    try:
+        code: int = options.run(options)
+    except OpslotError as error:
+        print(f"opslot: {error}", file=sys.stderr)
+        return 1
+    return code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="opslot", description="Show ops, kernels and backends.", epilog=EXIT_CODES)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    for name, run, text in (
+        ("list", _list, "every op, its kernels, and why one cannot run here"),
+        ("backends", _backends, "the installed backends, and what failed to load"),
+        ("explain", _explain, "one op: its maths, its config fields, its kernels"),
+    ):
+        command = commands.add_parser(name, help=text, description=text, epilog=EXIT_CODES)
+        command.add_argument("--json", action="store_true", help="print JSON")
+        command.set_defaults(run=run)
+        if name == "explain":
+            command.add_argument("op", metavar="OP[/VARIANT]")
+    return parser
+
+
+def _list(options: argparse.Namespace) -> int:
+    known = registry()
+    device = known.current_device()
+    ops = [_op(known, contract, device) for contract in known.contracts()]
+    if options.json:
+        _print_json({"device": str(device), "ops": ops})
+        return 0
+    print(f"device: {device}")
+    rows = [
+        (f"{op['op']}/{op['variant']}", kernel["name"], kernel["distribution"], _verdict(kernel))
+        for op in ops
+        for kernel in op["kernels"]
+    ]
+    _print_table(("op", "kernel", "from", "usable here"), rows)
+    return 0
+
+
+def _backends(options: argparse.Namespace) -> int:
+    records = registry().records
+    data = [
+        {
+            "name": record.name,
+            "distribution": record.distribution,
+            "version": record.version,
+            "kernels": [str(spec) for spec in record.backend.kernels] if record.backend else [],
+            "contracts": [str(contract) for contract in record.backend.contracts] if record.backend else [],
+            "error": f"{type(record.error).__name__}: {record.error}" if record.error else None,
+            "traceback": record.traceback or None,
+        }
+        for record in records
+    ]
+    failed = any(record.error for record in records)
+    if options.json:
+        _print_json(data)
+        return int(failed)
+    rows = []
+    for item in data:
+        offers = f"{len(item['kernels'])} kernels, {len(item['contracts'])} contracts"
+        rows.append((item["name"], item["distribution"], item["version"], item["error"] or offers))
+    _print_table(("backend", "distribution", "version", "offers"), rows)
+    for record in records:
+        if record.error:
+            print(f"\n{record.distribution} failed to load:\n{record.traceback}", file=sys.stderr)
+    return int(failed)
+
+
+def _explain(options: argparse.Namespace) -> int:
+    known = registry()
+    device = known.current_device()
+    op, _, variant = options.op.partition("/")
+    if variant:
+        contracts = [known.contract(op, variant)]
+    else:
+        contracts = [contract for contract in known.contracts() if op in _names(contract)]
+        if not contracts:
+            known.contract(op)  # raises, and lists what there is
+    data = [_op(known, contract, device) for contract in contracts]
+    if options.json:
+        _print_json(data)
+        return 0
+    for contract, item in zip(contracts, data, strict=True):
+        print(f"{contract}{contract.signature().replace(return_annotation=contract.signature().empty)}")
+        print("\n" + "\n".join(f"  {line}".rstrip() for line in contract.doc().splitlines()))
+        print(f"\n  config fields: {', '.join(item['fields'])}")
+        print(f"  auto on {device}: {item['auto']['kernel']} ({item['auto']['reason']})\n")
+        _print_table(
+            ("kernel", "from", "priority", "usable here", "summary"),
+            [(k["name"], k["distribution"], k["priority"], _verdict(k), k["summary"]) for k in item["kernels"]],
+        )
+        print()
+    return 0
+
+
+def _names(contract: OpContract) -> set[str]:
+    return {contract.op, *(alias.partition("/")[0] for alias in contract.aliases)}
+
+
+def _op(known: Registry, contract: OpContract, device: Device) -> dict[str, Any]:
+    choice = known.choose(*contract.key, AUTO, device)
+    eager = {"name": "eager", "distribution": "the model", "version": "", "priority": "", "unmet": [], "claims": {}}
+    kernels = [{**eager, "aliases": [], "summary": "the model's own code"}]
+    for offer in known.offers(*contract.key):
+        spec = offer.spec
+        claims = ("backward", "compile", "cuda_graphs", "deterministic", "batch_invariant")
+        kernels.append(
+            {
+                "name": spec.name,
+                "aliases": list(spec.aliases),
+                "distribution": offer.distribution,
+                "version": offer.version,
+                "priority": spec.priority.name,
+                "unmet": list(spec.unmet(device)),
+                "claims": {claim: getattr(spec, claim) for claim in claims},
+                "summary": spec.summary,
+            }
+        )
+    return {
+        "op": contract.op,
+        "variant": contract.variant,
+        "summary": contract.summary,
+        "fields": list(contract.config_fields()),
+        "auto": {"kernel": choice.offer.spec.name if choice.offer else "eager", "reason": choice.reason},
+        "kernels": kernels,
+    }
+
+
+def _verdict(kernel: dict[str, Any]) -> str:
+    return "yes" if not kernel["unmet"] else "no: " + "; ".join(kernel["unmet"])
+
+
+def _print_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    lines = [header, *rows]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
+    for line in lines:
+        print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
+
+
+def _print_json(data: Any) -> None:
+    print(json.dumps(data, indent=2))

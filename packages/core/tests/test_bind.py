@@ -1,0 +1,225 @@
+import copy
+
+import opslot
+import pytest
+import torch
+from opslot import Backend, BindError, Device, bind
+
+
+@pytest.fixture
+def model(scale_class):
+    return torch.nn.Sequential(scale_class(), scale_class(), torch.nn.Linear(4, 4))
+
+
+def kernels(model):
+    return [module.scale_op.kernel for module in model if hasattr(module, "scale_op")]
+
+
+def test_binding_is_per_instance_and_reversible(known, model, scale_class):
+    other = scale_class()
+    binding = bind(model, {"scale": "fast"}, device="cpu", registry=known)
+    assert None not in kernels(model)
+    assert other.scale_op.kernel is None
+    assert scale_class.scale_op.kernel is None
+    assert binding.verify() == ()
+    binding.unbind()
+    assert kernels(model) == [None, None]
+    assert all("scale_op" not in vars(module) for module in model)
+    assert len(binding.verify()) == 2
+
+
+def test_modules_with_one_choice_share_one_slot(known, model):
+    bind(model, {"scale": "fast"}, device="cpu", registry=known)
+    assert model[0].scale_op is model[1].scale_op
+
+
+def test_the_report_says_what_runs_where_and_why(known, model):
+    binding = bind(model, {"scaling": "fused_fast"}, device=Device("cpu", "x86_64"), registry=known)
+    assert str(binding).splitlines() == [
+        f"opslot: 2 slots on cpu (x86_64), choice {binding.fingerprint}",
+        "  scale/standard     2 x  fast acme 2.0  [asked for: scaling in code]",
+        "                          *",
+    ]
+    row = binding.to_dict()["slots"][0]
+    assert row == {
+        "module": "0",
+        "slot": "scale_op",
+        "op": "scale",
+        "variant": "standard",
+        "kernel": "fast",
+        "distribution": "acme",
+        "version": "2.0",
+        "identity": "acme:fast==2.0",
+        "reason": "asked for: scaling in code",
+    }
+
+
+def test_a_choice_without_a_slot_in_the_model_is_reported(known, make_contract, model):
+    known.add(Backend(api=1, contracts=(make_contract("spare"),)), "more")
+    binding = bind(model, {"spare": "eager", "scale": "fast"}, device="cpu", registry=known)
+    assert binding.unused == ("spare",)
+    assert "unused: spare was chosen" in str(binding)
+
+
+def test_rebinding_replaces_and_unbind_goes_one_step_back(known, model):
+    first = bind(model, {"scale": "fast"}, device="cpu", registry=known)
+    second = bind(model, {"scale": "slow"}, device="cpu", registry=known)
+    assert model[0].scale_op.offer.spec.name == "slow"
+    first.unbind()  # its slots were bound again since
+    assert model[0].scale_op.offer.spec.name == "slow"
+    second.unbind()
+    assert model[0].scale_op.offer.spec.name == "fast"
+
+
+def test_eager_takes_the_slot_away(known, model):
+    bind(model, {"scale": "fast"}, device="cpu", registry=known)
+    binding = bind(model, "eager", device="cpu", registry=known)
+    assert kernels(model) == [None, None]
+    assert {row.kernel for row in binding.rows} == {"eager"}
+
+
+def state(model):
+    return [(name, dict(vars(module))) for name, module in model.named_modules()]
+
+
+@pytest.mark.parametrize(
+    ("ops", "error"),
+    [
+        ({"scale": "nothing"}, opslot.UnknownKernel),
+        ({"scale": "cuda"}, opslot.KernelUnavailable),
+        ({"scale": "half"}, opslot.KernelUnavailable),
+        ({"scale": "broken"}, opslot.TargetError),
+        ({"scael": "fast"}, opslot.ConfigError),
+        ({"scale": {"othr": "fast"}}, opslot.UnknownOp),
+        ({"attn_implementation": "sdpa"}, BindError),
+    ],
+)
+def test_an_error_leaves_the_model_as_it_was(known, make_kernel, model, ops, error):
+    known.register(make_kernel("broken", target="opslot:nothing"))
+    bind(model, {"scale": "slow"}, device="cpu", registry=known)
+    before = state(model)
+    with pytest.raises(error):
+        bind(model, ops, device="cpu", registry=known)
+    assert state(model) == before
+
+
+def test_a_bind_that_fails_at_the_last_slot_changes_nothing(known, scale_class):
+    model = torch.nn.Sequential(*(scale_class() for _ in range(5)), scale_class(torch.nn.SiLU()))
+    reference = bind(model, "eager", device="cpu", registry=known)
+    with pytest.raises(BindError, match=r"5 cannot use kernel 'fast' for scale/standard: its activation SiLU"):
+        bind(model, {"scale": "fast"}, device="cpu", registry=known)
+    assert bind(model, "eager", device="cpu", registry=known).fingerprint == reference.fingerprint
+    assert kernels(model) == [None] * 6
+
+
+def test_auto_leaves_out_a_module_that_cannot_use_the_kernel_and_says_why(known, scale_class):
+    model = torch.nn.Sequential(scale_class(), scale_class(torch.nn.SiLU()))
+    binding = bind(model, "auto", device="cpu", registry=known)
+    assert [row.kernel for row in binding.rows] == ["fast", "eager"]
+    assert "its activation SiLU()" in binding.rows[1].reason
+
+
+def test_an_activation_is_judged_by_its_values_not_its_name(known, scale_class):
+    class Rectifier(torch.nn.Module):
+        def forward(self, x):
+            return x.clamp(min=0)
+
+    bind(scale_class(Rectifier()), {"scale": "fast"}, device="cpu", registry=known)
+    for other in (torch.nn.ReLU6(), torch.nn.GELU(), torch.nn.Hardtanh(0, 30)):
+        with pytest.raises(BindError, match="its activation"):
+            bind(scale_class(other), {"scale": "fast"}, device="cpu", registry=known)
+
+
+def test_a_forward_that_hides_the_guard_is_refused_and_one_that_wraps_it_is_not(known, scale_class):
+    wrapped = scale_class()
+    inner = wrapped.forward
+
+    def outer(x):
+        return inner(x)
+
+    outer.__wrapped__ = inner
+    wrapped.forward = outer
+    bind(wrapped, {"scale": "fast"}, device="cpu", registry=known)
+
+    hidden = scale_class()
+    hidden.forward = lambda x: x
+    with pytest.raises(BindError, match="its forward was replaced"):
+        bind(hidden, {"scale": "fast"}, device="cpu", registry=known)
+
+
+def test_a_slot_can_refuse_its_module(known):
+    class Refusing(torch.nn.Module):
+        scale_op = opslot.OpSlot("scale", "standard", check=lambda module: "it says no")
+
+    with pytest.raises(BindError, match="it says no"):
+        bind(Refusing(), {"scale": "fast"}, device="cpu", registry=known)
+
+
+def test_a_slot_made_in_init_is_bound_too(known):
+    class Own(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.my_op = opslot.OpSlot("scale", "standard")
+
+    module = Own()
+    declared = module.my_op
+    binding = bind(module, {"scale": "fast"}, device="cpu", registry=known)
+    assert module.my_op.kernel is not None
+    binding.unbind()
+    assert module.my_op is declared
+    bind(module, {"scale": "fast"}, device="cpu", registry=known)
+    bind(module, "eager", device="cpu", registry=known)
+    assert module.my_op.kernel is None
+
+
+def test_a_model_without_slots_is_an_error():
+    with pytest.raises(BindError, match=r"Linear has no slots.*opslot_models\.adopt"):
+        bind(torch.nn.Linear(2, 2))
+
+
+def test_a_replaced_module_is_noticed(known, model, scale_class):
+    binding = bind(model, {"scale": "fast"}, device="cpu", registry=known)
+    model[1] = scale_class()
+    assert binding.verify() == ("1 (scale/standard -> fast): the module was replaced or removed after bind",)
+
+
+def test_a_copied_model_keeps_its_own_binding(known, model):
+    model.opslot_binding = bind(model, {"scale": "fast"}, device="cpu", registry=known)
+    twin = copy.deepcopy(model)
+    twin.opslot_binding.unbind()
+    assert kernels(twin) == [None, None]
+    assert None not in kernels(model)
+    assert model.opslot_binding.verify() == ()
+
+
+def test_the_fingerprint_is_of_the_choice(known, make_kernel, model):
+    fast = bind(model, {"scale": "fast"}, device="cpu", registry=known)
+    again = bind(model, {"scale": "fused_fast_kernel"}, device=Device("cpu", "other"), registry=known)
+    slow = bind(model, {"scale": "slow"}, device="cpu", registry=known)
+    assert fast.fingerprint == again.fingerprint != slow.fingerprint
+    known.register(make_kernel("mine"))
+    mine = bind(model, {"scale": "mine"}, device="cpu", registry=known)
+    assert mine.rows[0].distribution == "process-local"
+    assert mine.rows[0].identity.startswith("process-local:mine==")
+    known.register(make_kernel("mine", target=lambda x, weight, factor=2.0: x), replace=True)
+    assert bind(model, {"scale": "mine"}, device="cpu", registry=known).fingerprint != mine.fingerprint
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compile_once_per_binding_and_never_on_the_way_back(known, scale_class, backend):
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    torch._dynamo.reset()
+    model = torch.nn.Sequential(*(scale_class() for _ in range(16)))
+    counter = CompileCounterWithBackend(backend)
+    compiled = torch.compile(model, backend=counter, fullgraph=True)
+    x = torch.ones(4)
+    counts = []
+    for ops in ("eager", {"scale": "fast"}, {"scale": "slow_copy"}, {"scale": "fast"}, "eager"):
+        if ops == {"scale": "slow_copy"}:
+            known.register(opslot.KernelSpec(op="scale", name="slow_copy", target=lambda x, weight, factor=2.0: x))
+        bind(model, ops, device="cpu", registry=known)
+        compiled(x)
+        compiled(x)
+        counts.append(counter.frame_count)
+    assert counts == [1, 2, 3, 3, 3]

@@ -1,0 +1,109 @@
+import copy
+import pickle
+
+import opslot
+import pytest
+import torch
+from opslot import BindError, OpSlot, guard_forward
+
+
+@pytest.fixture(autouse=True)
+def process_registry(known, monkeypatch):
+    monkeypatch.setattr("opslot._discovery._registry", known)
+
+
+def test_a_slot_used_alone():
+    slot = OpSlot("scale", "standard")
+    assert repr(slot) == "OpSlot(scale/standard -> eager)"
+    assert not slot.use_non_eager_impl
+    with pytest.raises(BindError, match="has no kernel to call"):
+        slot(torch.ones(1))
+    slot.bind("fast", device="cpu")
+    assert repr(slot) == "OpSlot(scale/standard -> fast)"
+    assert slot.use_non_eager_impl
+    assert slot(torch.ones(1), torch.ones(1)) == 2
+    slot.bind("eager")
+    assert slot.kernel is None
+
+
+def test_a_class_attribute_is_not_bound_for_all_instances(scale_class):
+    with pytest.raises(BindError, match=r"class attribute Scale\.scale_op.*bind the model"):
+        scale_class.scale_op.bind("fast")
+    assert scale_class().scale_op.kernel is None
+
+
+def test_a_bound_model_pickles_by_name_and_resolves_where_it_is_loaded(known, scale_class):
+    model = scale_class()
+    opslot.bind(model, {"scale": "fast"}, device="cpu", registry=known)
+    slot = pickle.loads(pickle.dumps(model.scale_op))
+    assert slot.kernel is model.scale_op.kernel
+    with pytest.raises(BindError):
+        slot.bind("eager")
+
+
+def test_unpickling_where_the_kernel_is_absent_says_so(known, scale_class, monkeypatch):
+    model = scale_class()
+    opslot.bind(model, {"scale": "fast"}, device="cpu", registry=known)
+    data = pickle.dumps(model.scale_op)
+    empty = opslot.Registry()
+    empty.add(
+        opslot.Backend(api=1, contracts=(known.contract("scale"),), device_kinds=tuple(known._kinds.values())), "x"
+    )
+    monkeypatch.setattr("opslot._discovery._registry", empty)
+    with pytest.raises(opslot.UnknownKernel, match="acme:fast"):
+        pickle.loads(data)
+
+
+def test_a_process_local_kernel_is_not_pickled_but_copied(known, make_kernel, scale_class):
+    known.register(make_kernel("mine"))
+    model = scale_class()
+    opslot.bind(model, {"scale": "mine"}, device="cpu", registry=known)
+    with pytest.raises(opslot.KernelUnavailable, match="process-local"):
+        pickle.dumps(model.scale_op)
+    assert copy.deepcopy(model).scale_op.kernel is model.scale_op.kernel
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (lambda head: torch.nn.Sequential(head), "is not a plain nn.Linear"),
+        (lambda head: type("Quantised", (torch.nn.Linear,), {"forward": lambda self, x: x})(4, 4), "not a plain"),
+        (lambda head: head.__dict__.update(forward=lambda x: x) or head, "has a forward of its own"),
+        (lambda head: setattr(head, "weight", torch.nn.Parameter(torch.empty(0))) or head, "sharded"),
+    ],
+)
+def test_a_weight_is_read_only_from_a_plain_linear(change, problem):
+    slot = OpSlot("scale", "standard")
+    head = torch.nn.Linear(4, 4, bias=False)
+    assert slot.weight(head) is head.weight
+    with pytest.raises(BindError, match=problem):
+        slot.weight(change(head))
+
+
+def test_a_parametrised_weight_is_read_as_its_linear_would_read_it():
+    head = torch.nn.utils.parametrizations.weight_norm(torch.nn.Linear(4, 4, bias=False))
+    assert torch.equal(OpSlot("scale", "standard").weight(head), head.weight)
+
+
+def test_guard_forward_reaches_the_kernel_around_a_swapped_body(known):
+    def swap(cls):
+        cls.forward = lambda self, x: x - 1
+        return cls
+
+    @guard_forward("scale_op", weight="w")
+    @swap
+    class Scale(torch.nn.Module):
+        scale_op = OpSlot("scale", "standard")
+
+        def __init__(self):
+            super().__init__()
+            self.w = torch.nn.Parameter(torch.full((1,), 5.0))
+
+        def forward(self, x):
+            raise AssertionError("swapped away")
+
+    module = Scale()
+    assert module(torch.ones(1)) == 0
+    opslot.bind(module, {"scale": "fast"}, device="cpu", registry=known)
+    assert module(torch.ones(1)) == 10
+    assert module(x=torch.ones(1)) == 10

@@ -1,0 +1,1 @@
+"""Generated: one folder per transformers release."""

@@ -1,0 +1,1 @@
+"""Generated from transformers 5.24.0."""

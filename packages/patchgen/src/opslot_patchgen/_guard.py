@@ -1,0 +1,177 @@
+"""From one guard of a spec to the edit that splices it in, or the reason why it cannot stand there."""
+
+import ast
+import builtins
+from collections.abc import Sequence
+from typing import assert_never
+
+import libcst as cst
+
+from opslot_patchgen._edit import Edit, insertion
+from opslot_patchgen._errors import AmbiguousTarget, NameCollision, SourceError, TargetGone, UnreachableGuard
+from opslot_patchgen._spec import CallGuard, EntryGuard, ForwardGuard, Guard, RegionGuard, Slot
+from opslot_patchgen._tree import Method, Tree
+
+# Each replaces the decorated body (transformers.integrations), at import or by a setting: code inside may never run.
+# `use_kernel_forward_from_hub` is not here: it acts only once the user calls `kernelize`, which binding reports.
+SWAPPING_DECORATORS = frozenset({"use_experts_implementation", "use_kernel_func_from_hub_with_fallback"})
+
+
+def guard_edit(tree: Tree, guard: Guard) -> Edit:
+    match guard:
+        case ForwardGuard():
+            return _forward_edit(tree, guard)
+        case EntryGuard():
+            return _entry_edit(tree, guard)
+        case CallGuard():
+            return _call_edit(tree, guard)
+        case RegionGuard():
+            return _region_edit(tree, guard)
+        case _:
+            assert_never(guard)
+
+
+def _forward_edit(tree: Tree, guard: ForwardGuard) -> Edit:
+    forward = tree.method(f"{guard.target}.forward")
+    start = tree.first_line(forward.owner.node)
+    _require_known(tree, forward, guard.slot, start, *(f"self.{name}" for _, name in guard.attributes))
+    arguments = [f'"{guard.slot.attribute}"', *(f'{keyword}="{name}"' for keyword, name in guard.attributes)]
+    indent = " " * tree.position(forward.owner.node).start.column
+    return insertion(start, f"{indent}@guard_forward({', '.join(arguments)})  # opslot: {guard.slot.marker}")
+
+
+def _entry_edit(tree: Tree, guard: EntryGuard) -> Edit:
+    method = _reachable_method(tree, guard.target)
+    at, indent = tree.body(method)
+    _require_known(tree, method, guard.slot, at, guard.result)
+    head = _read_slot(guard.slot, indent)
+    return insertion(at, *head, f"{indent}    return {guard.result}  # opslot")
+
+
+def _call_edit(tree: Tree, guard: CallGuard) -> Edit:
+    method = _reachable_method(tree, guard.target)
+    call = _only_call(tree, method, guard.call)
+    statement = next((line for line in tree.walk(method.node, cst.SimpleStatementLine) if _assigns(line, call)), None)
+    if statement is None:
+        raise SourceError(f"{tree.at(call)}: the call of {guard.call} is not the value of an assignment of its own")
+    edit, kept, indent = _reindented(tree, [statement])
+    _require_known(tree, method, guard.slot, edit.start)
+    callee = tree.position(call.func)
+    row, column, end = callee.start.line - 1 - edit.start, callee.start.column + 4, callee.end.column + 4
+    taken = [*kept]
+    taken[row] = f"{kept[row][:column]}kernel{kept[row][end:]}"
+    if any(line.endswith("\\") for line in taken):
+        raise SourceError(f"{tree.at(call)}: a line continued with a backslash cannot carry a marker")
+    return _either(edit, _read_slot(guard.slot, indent), [f"{line}  # opslot" for line in taken if line], indent, kept)
+
+
+def _region_edit(tree: Tree, guard: RegionGuard) -> Edit:
+    method = _reachable_method(tree, guard.target)
+    statements = _stretch(tree, method, guard)
+    _require_same_results(tree, guard, statements)
+    edit, kept, indent = _reindented(tree, statements)
+    _require_known(tree, method, guard.slot, edit.start, guard.when, guard.kernel_call)
+    taken = [f"{name} = None" for name in guard.cleared]
+    taken += [f"{guard.result} = kernel(", *(f"    {argument}," for argument in guard.arguments), ")"]
+    head = _read_slot(guard.slot, indent, guard.when)
+    return _either(edit, head, [f"{indent}    {line}  # opslot" for line in taken], indent, kept)
+
+
+def _read_slot(slot: Slot, indent: str, when: str | None = None) -> list[str]:
+    condition = "" if when is None else f" if {when} else None"
+    return [
+        f"{indent}kernel = self.{slot.attribute}.kernel{condition}  # opslot: {slot.marker}",
+        f"{indent}if kernel is not None:  # opslot",
+    ]
+
+
+def _either(place: Edit, head: list[str], taken: list[str], indent: str, kept: Sequence[str]) -> Edit:
+    return Edit(place.start, place.stop, (*head, *taken, f"{indent}else:  # opslot", *kept))
+
+
+def _reindented(tree: Tree, statements: Sequence[cst.BaseStatement]) -> tuple[Edit, tuple[str, ...], str]:
+    """The place of consecutive statements, their lines four columns deeper, and their old indentation."""
+    start, stop = tree.first_line(statements[0]), tree.position(statements[-1]).end.line
+    indent = " " * tree.position(statements[0]).start.column
+    for number, line in enumerate(tree.lines[start:stop], start=start + 1):
+        # Undoing the indentation goes by columns: what stands left of the block would end it.
+        if line.strip() and not line.startswith(indent):
+            raise SourceError(f"{tree.source.path}:{number}: stands left of the statement that it belongs to")
+    for statement in statements:
+        for kind in (cst.SimpleString, cst.FormattedString, cst.TemplatedString):
+            for string in tree.walk(statement, kind):
+                place = tree.position(string)
+                if place.start.line != place.end.line:
+                    raise SourceError(f"{tree.at(string)}: a string over several lines would change with indentation")
+    kept = tuple(f"    {line}" if line.strip() else line for line in tree.lines[start:stop])
+    return Edit(start, stop, ()), kept, indent
+
+
+def _assigns(line: cst.SimpleStatementLine, call: cst.Call) -> bool:
+    return len(line.body) == 1 and isinstance(line.body[0], cst.Assign) and line.body[0].value is call
+
+
+def _stretch(tree: Tree, method: Method, guard: RegionGuard) -> Sequence[cst.BaseStatement]:
+    first, last = _only_call(tree, method, guard.first), _only_call(tree, method, guard.last)
+    # Blocks are listed outermost first, so the last one that holds both calls is the innermost.
+    shared = [block for block in tree.walk(method.node, cst.IndentedBlock) if tree.holds(block, first, last)]
+    statements = shared[-1].body
+    begin = next(index for index, statement in enumerate(statements) if tree.holds(statement, first))
+    end = next(index for index, statement in enumerate(statements) if tree.holds(statement, last))
+    if end < begin:
+        raise SourceError(f"{tree.at(first)}: {guard.first} is called after {guard.last}")
+    return statements[begin : end + 1]
+
+
+def _require_same_results(tree: Tree, guard: RegionGuard, statements: Sequence[cst.BaseStatement]) -> None:
+    """The kernel's branch must set exactly what the region sets, or the code below would read something stale."""
+    assigned: set[str] = set()
+    for statement in statements:
+        if left := next(tree.walk(statement, cst.Return), None):
+            raise SourceError(f"{tree.at(left)}: a return inside the region from {guard.first} to {guard.last}")
+        for node in tree.nodes(statement):
+            if isinstance(node, cst.AssignTarget | cst.AnnAssign | cst.AugAssign | cst.NamedExpr | cst.For):
+                elements = node.target.elements if isinstance(node.target, cst.Tuple) else ()
+                assigned |= {tree.code(part.value) for part in elements} or {tree.code(node.target)}
+    expected = {guard.result, *guard.cleared}
+    if assigned != expected:
+        raise SourceError(
+            f"{tree.at(statements[0])}: the region from {guard.first} to {guard.last} assigns "
+            f"{', '.join(sorted(assigned))}; the guard sets {', '.join(sorted(expected))}"
+        )
+
+
+def _only_call(tree: Tree, method: Method, callee: str) -> cst.Call:
+    calls = tree.calls(method.node, callee)
+    if not calls:
+        raise TargetGone(f"{tree.at(method.node)}: {method.name} no longer calls {callee}")
+    if len(calls) > 1:
+        raise AmbiguousTarget(f"{tree.at(calls[1])}: {method.name} calls {callee} {len(calls)} times")
+    return calls[0]
+
+
+def _reachable_method(tree: Tree, target: str) -> Method:
+    method = tree.method(target)
+    for decorator in (*method.node.decorators, *method.owner.node.decorators):
+        called = decorator.decorator.func if isinstance(decorator.decorator, cst.Call) else decorator.decorator
+        name = tree.code(called).rpartition(".")[2]
+        if name in SWAPPING_DECORATORS:
+            raise UnreachableGuard(f"{tree.at(decorator)}: @{name} swaps {target}, a guard inside may never run")
+    for used in tree.walk(method.node, cst.Name):
+        if used.value == "kernel":
+            raise NameCollision(f"{tree.at(used)}: {target} already uses the name `kernel`")
+    return method
+
+
+def _require_known(tree: Tree, method: Method, slot: Slot, line: int, *expressions: str) -> None:
+    """A guard runs only with a kernel bound, so a name that upstream renamed must be found here, not there."""
+    seen = {name.value for name in tree.walk(method.node, cst.Name) if tree.position(name).start.line <= line}
+    known = {"kernel", *dir(builtins), *tree.globals, *seen}
+    attributes = tree.attributes(method.owner) | {slot.attribute}
+    activation = () if slot.activation is None else (f"self.{slot.activation}",)
+    for expression in (*activation, *expressions):
+        for node in ast.walk(ast.parse(expression, mode="eval")):
+            if isinstance(node, ast.Name) and node.id not in known | {"self"}:
+                raise TargetGone(f"{tree.at(method.node)}: {method.name} has no `{node.id}` where the guard reads it")
+            if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "self" and node.attr not in attributes:
+                raise TargetGone(f"{tree.at(method.owner.node)}: {method.owner.name} has no attribute `{node.attr}`")

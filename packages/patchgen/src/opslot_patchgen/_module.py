@@ -1,0 +1,124 @@
+"""The edits that a generated module needs as a whole: imports, slots, identity and the backbones of its heads."""
+
+import re
+
+import libcst as cst
+
+from opslot_patchgen._edit import Edit, insertion
+from opslot_patchgen._errors import NameCollision, SourceError, SpecError, TargetGone, UpstreamEscape
+from opslot_patchgen._spec import ForwardGuard, ModelSpec, Slot
+from opslot_patchgen._tree import Definition, Tree
+
+_ADOPT = "opslot_models.adoption:adopt_backbone"
+_ESCAPE = re.compile(r"(^|\.)AutoModel\w*\.(_?from_config|from_pretrained)$")
+
+
+def module_edits(tree: Tree, spec: ModelSpec) -> list[Edit]:
+    heads = [head for head in tree.classes() if any(base.startswith("GenericFor") for base in tree.bases(head))]
+    refuse_escapes(tree)
+    return [
+        *absolute_imports(tree),
+        *_our_imports(tree, spec, bool(heads)),
+        *_slots(tree, spec),
+        *_identity(tree),
+        *(_adopting_head(tree, head) for head in heads),
+    ]
+
+
+def refuse_escapes(tree: Tree) -> None:
+    for call in tree.walk(tree.module, cst.Call):
+        code = tree.code(call.func)
+        if _ESCAPE.search(code):
+            raise UpstreamEscape(f"{tree.at(call)}: {code} builds upstream's classes, whose slots nobody can bind")
+
+
+def absolute_imports(tree: Tree) -> list[Edit]:
+    """Relative imports, made absolute in place. The inverse turns every absolute one back, so none may be there."""
+    edits = []
+    for node in tree.walk(tree.module, cst.ImportFrom):
+        name = tree.code(node.module) if node.module else ""
+        if node.relative:
+            edits.append(_absolute_import(tree, node, name))
+        elif name.partition(".")[0] == "transformers":
+            raise SourceError(f"{tree.at(node)}: imports from {name} absolutely")
+    return edits
+
+
+def _absolute_import(tree: Tree, node: cst.ImportFrom, name: str) -> Edit:
+    place = tree.position(node).start
+    line, start = tree.lines[place.line - 1], place.column
+    old = f"from {'.' * len(node.relative)}{name} import"
+    if not line.startswith(old, start):
+        raise SourceError(f"{tree.at(node)}: an import that is not written `{old}`")
+    package = tree.source.module.split(".")[: -len(node.relative)]
+    new = f"from {'.'.join([*package, name] if name else package)} import"
+    return Edit(place.line - 1, place.line, (line[:start] + new + line[start + len(old) :],))
+
+
+def _our_imports(tree: Tree, spec: ModelSpec, has_heads: bool) -> list[Edit]:
+    needed = {"opslot": {"OpSlot"}}
+    if any(isinstance(guard, ForwardGuard) for guard in spec.guards):
+        needed["opslot"].add("guard_forward")
+    references = {guard.slot.check for guard in spec.guards if guard.slot.check}
+    for reference in references | ({_ADOPT} if has_heads else set()):
+        module, _, name = reference.partition(":")
+        needed.setdefault(module, set()).add(name)
+    for names in needed.values():
+        _require_unused(tree, *names)
+    lines = (f"from {module} import {', '.join(sorted(names))}  # opslot" for module, names in sorted(needed.items()))
+    return [insertion(_after_imports(tree), *lines)]
+
+
+def _after_imports(tree: Tree) -> int:
+    """Below the last top-level import that comes before the first definition, which may already need a slot."""
+    after = None
+    for statement in tree.module.body:
+        if isinstance(statement, cst.ClassDef | cst.FunctionDef):
+            break
+        simple = statement.body[0] if isinstance(statement, cst.SimpleStatementLine) else None
+        if isinstance(simple, cst.Import | cst.ImportFrom):
+            after = tree.position(statement).end.line
+    if after is None:
+        raise SourceError(f"{tree.source.path}:1: no import before the first definition")
+    return after
+
+
+def _slots(tree: Tree, spec: ModelSpec) -> list[Edit]:
+    declared: dict[str, dict[str, Slot]] = {}
+    for guard in spec.guards:
+        slots = declared.setdefault(guard.target.partition(".")[0], {})
+        if slots.setdefault(guard.slot.attribute, guard.slot) != guard.slot:
+            raise SpecError(f"{spec.family}: {guard.site}: {guard.slot.attribute} is declared in two ways in its class")
+        _require_unused(tree, guard.slot.attribute)
+    return [
+        _in_class(tree, tree.find(name), *(f"{slot.declaration}  # opslot" for slot in slots.values()))
+        for name, slots in declared.items()
+    ]
+
+
+def _identity(tree: Tree) -> list[Edit]:
+    """transformers takes a class from another package for custom code: no router init, no checkpoint conversion."""
+    bases = [found for found in tree.classes() if "PreTrainedModel" in tree.bases(found)]
+    if not bases:
+        raise TargetGone(f"{tree.source.path}: no class derives from PreTrainedModel")
+    _require_unused(tree, "is_custom_code")
+    return [_in_class(tree, base, "is_custom_code = classmethod(lambda cls: False)  # opslot") for base in bases]
+
+
+def _adopting_head(tree: Tree, head: Definition) -> Edit:
+    """The generic heads build their backbone through AutoModel; it is swapped for ours once it is built."""
+    if any(definition.name == f"{head.name}.__init__" for definition in tree.definitions):
+        raise NameCollision(f"{tree.at(head.node)}: {head.name} already has an __init__")
+    lines = ("def __init__(self, config):", "    super().__init__(config)", "    adopt_backbone(self)")
+    return _in_class(tree, head, *(f"{line}  # opslot" for line in lines))
+
+
+def _in_class(tree: Tree, definition: Definition, *lines: str) -> Edit:
+    at, indent = tree.body(definition)
+    return insertion(at, *(indent + line for line in lines))
+
+
+def _require_unused(tree: Tree, *names: str) -> None:
+    for node in tree.walk(tree.module, cst.Name):
+        if node.value in names:
+            raise NameCollision(f"{tree.at(node)}: upstream already uses the name `{node.value}`")

@@ -1,0 +1,170 @@
+"""LEAF module. What to splice into one model family, as frozen data: no copied bodies, no blocks of text."""
+
+import ast
+import re
+from dataclasses import dataclass
+from itertools import chain
+from typing import TypeAlias
+
+from opslot_patchgen._errors import SpecError
+
+_NAME = re.compile(r"[A-Za-z_]\w*")
+_DOTTED = re.compile(rf"{_NAME.pattern}(\.{_NAME.pattern})*")
+_METHOD = re.compile(rf"{_NAME.pattern}\.{_NAME.pattern}")
+_REFERENCE = re.compile(rf"{_DOTTED.pattern}:{_NAME.pattern}")
+_OP = re.compile(r"[a-z]\w*")
+
+
+@dataclass(frozen=True)
+class Slot:
+    """The slot of one op in a class. `activation` names an attribute, `check` a function as `"module:name"`."""
+
+    op: str
+    variant: str
+    activation: str | None = None
+    check: str | None = None
+
+    def __post_init__(self) -> None:
+        _require(_OP, self.op, "op")
+        _require(_OP, self.variant, "variant")
+        if self.activation is not None:
+            _require(_NAME, self.activation, "activation")
+        if self.check is not None:
+            _require(_REFERENCE, self.check, "check")
+
+    @property
+    def attribute(self) -> str:
+        return f"{self.op}_op"
+
+    @property
+    def marker(self) -> str:
+        return f"{self.op}/{self.variant}"
+
+    @property
+    def declaration(self) -> str:
+        arguments = [f'"{self.op}"', f'"{self.variant}"']
+        if self.activation is not None:
+            arguments.append(f'activation="{self.activation}"')
+        if self.check is not None:
+            arguments.append(f"check={self.check.partition(':')[2]}")
+        return f"{self.attribute} = OpSlot({', '.join(arguments)})"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Guard:
+    target: str
+    slot: Slot
+
+    @property
+    def site(self) -> str:
+        """What only one guard of a model may stand at."""
+        return self.target
+
+
+@dataclass(frozen=True, kw_only=True)
+class EntryGuard(_Guard):
+    """At the top of a method: `return result` when a kernel is bound."""
+
+    result: str
+
+    def __post_init__(self) -> None:
+        _require(_METHOD, self.target, "target")
+        _require_expression(self.result)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CallGuard(_Guard):
+    """Around the one assignment in a method whose value is a call of `call`; targets and arguments are upstream's."""
+
+    call: str
+
+    def __post_init__(self) -> None:
+        _require(_METHOD, self.target, "target")
+        _require(_DOTTED, self.call, "call")
+
+    @property
+    def site(self) -> str:
+        return f"{self.target}: {self.call}()"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RegionGuard(_Guard):
+    """Around the statements of a method from the one that calls `first` to the one that calls `last`.
+
+    A kernel runs when `when` holds: it is called with `arguments`, its value goes to `result`, and every name in
+    `cleared` becomes None. Together these must be all that the region assigns.
+    """
+
+    first: str
+    last: str
+    when: str
+    result: str
+    arguments: tuple[str, ...]
+    cleared: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        _require(_METHOD, self.target, "target")
+        for callee in (self.first, self.last):
+            _require(_DOTTED, callee, "call")
+        for name in (self.result, *self.cleared):
+            _require(_NAME, name, "name")
+        for expression in (self.when, self.kernel_call):
+            _require_expression(expression)
+
+    @property
+    def kernel_call(self) -> str:
+        return f"kernel({', '.join(self.arguments)})"
+
+    @property
+    def site(self) -> str:
+        return f"{self.target}: {self.first}() to {self.last}()"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForwardGuard(_Guard):
+    """Outermost on a class, for a `forward` that a decorator swaps. `attributes`: kernel keyword, attribute name."""
+
+    attributes: tuple[tuple[str, str], ...]
+
+    def __post_init__(self) -> None:
+        for name in (self.target, *chain.from_iterable(self.attributes)):
+            _require(_NAME, name, "name")
+
+
+Guard: TypeAlias = EntryGuard | CallGuard | RegionGuard | ForwardGuard
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSpec:
+    """All guards of one family; `source` is the dotted name of the transformers module they go into."""
+
+    family: str
+    source: str
+    guards: tuple[Guard, ...]
+
+    def __post_init__(self) -> None:
+        _require(_NAME, self.family, "family")
+        _require(_DOTTED, self.source, "source")
+        if not self.source.startswith("transformers.models."):
+            raise SpecError(f"{self.family}: source {self.source!r} is not a module of transformers.models")
+        if not self.guards:
+            raise SpecError(f"{self.family}: a spec without guards")
+        sites = [guard.site for guard in self.guards]
+        twice = sorted({site for site in sites if sites.count(site) > 1})
+        if twice:
+            raise SpecError(f"{self.family}: guarded twice: {', '.join(twice)}")
+
+
+def _require(pattern: re.Pattern[str], value: str, what: str) -> None:
+    if not pattern.fullmatch(value):
+        raise SpecError(f"{what} {value!r} is not of the form {pattern.pattern}")
+
+
+def _require_expression(text: str) -> None:
+    try:
+        ast.parse(text, mode="eval")
+    except SyntaxError as error:
+        raise SpecError(f"not an expression: {text!r} ({error.msg})") from error
+    # Every generated line carries a marker, so one expression is one line.
+    if "\n" in text or "#" in text:
+        raise SpecError(f"not an expression on one line: {text!r}")
