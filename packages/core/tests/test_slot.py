@@ -90,7 +90,7 @@ def test_guard_forward_reaches_the_kernel_around_a_swapped_body(known):
         cls.forward = lambda self, x: x - 1
         return cls
 
-    @guard_forward("scale_op", weight="w")
+    @guard_forward("scale_op", "w")
     @swap
     class Scale(torch.nn.Module):
         scale_op = OpSlot("scale", "standard")

@@ -1,6 +1,8 @@
 """Slots: the places in a model where a kernel may run."""
 
 import functools
+import inspect
+import operator
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -11,7 +13,7 @@ from ._registry import PROCESS_LOCAL, Offer
 if TYPE_CHECKING:
     import torch
 
-_Module = TypeVar("_Module", bound=type)
+_Class = TypeVar("_Class", bound=type)
 
 
 class OpSlot:
@@ -131,29 +133,30 @@ def _restore(op: str, variant: str, activation: Any, check: Any, declared_in: st
     return slot
 
 
-def guard_forward(slot: str, **parameters: str) -> Callable[[_Module], _Module]:
+def guard_forward(slot: str, *attributes: str) -> Callable[[_Class], _Class]:
     """Class decorator: guard `forward` from outside the decorators below it.
 
     For classes whose decorators swap the body of `forward`, where a guard inside would never be reached. A bound
-    kernel is called with forward's own arguments and, by keyword, the attributes that `parameters` names:
+    kernel is called with forward's own arguments followed by these attributes of the module:
 
-        @guard_forward("moe_experts_op", gate_up="gate_up_proj", down="down_proj")
+        @guard_forward("moe_experts_op", "gate_up_proj", "down_proj")
         @use_experts_implementation
         class Experts(nn.Module): ...
     """
 
-    def decorate(cls: _Module) -> _Module:
+    def decorate(cls: _Class) -> _Class:
         upstream = cls.forward  # type: ignore[attr-defined]
-        reads = tuple(parameters.items())
+        # One C call for all attributes; a loop in Python costs more than the rest of the guard.
+        read = operator.attrgetter(*attributes) if len(attributes) > 1 else lambda self: (getattr(self, attributes[0]),)
 
         @functools.wraps(upstream)
         def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
             kernel = getattr(self, slot).kernel
             if kernel is None:
                 return upstream(self, *args, **kwargs)
-            for keyword, attribute in reads:
-                kwargs[keyword] = getattr(self, attribute)
-            return kernel(*args, **kwargs)
+            if kwargs:
+                args = inspect.signature(upstream).bind(self, *args, **kwargs).args[1:]
+            return kernel(*args, *read(self))
 
         cls.forward = forward  # type: ignore[attr-defined]
         return cls

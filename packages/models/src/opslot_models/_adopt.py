@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from opslot import Binding, BindError, OpsConfig, bind
+from opslot import BindError, Binding, OpsConfig, bind
 
 from ._families import families
 from .adoption import swap_classes

@@ -34,7 +34,9 @@ class Artifact:
 def build(spec: ModelSpec, source: Source, specs: str) -> Artifact:
     """Generate from a spec of the package `specs`, and prove that the result can be undone."""
     tree = Tree(source)
-    edits = in_order([*module_edits(tree, spec), *(guard_edit(tree, guard) for guard in spec.guards)])
+    # Guards first: when a class is gone, the error names the method that was looked for.
+    guards = [guard_edit(tree, guard) for guard in spec.guards]
+    edits = in_order([*module_edits(tree, spec), *guards])
     if (overlap := first_overlap(edits)) is not None:
         raise SpecError(f"{source.path}:{overlap.start + 1}: two edits of {spec.family} meet here")
     generator = importlib.metadata.version("opslot-patchgen")

@@ -34,8 +34,8 @@ def guard_edit(tree: Tree, guard: Guard) -> Edit:
 def _forward_edit(tree: Tree, guard: ForwardGuard) -> Edit:
     forward = tree.method(f"{guard.target}.forward")
     start = tree.first_line(forward.owner.node)
-    _require_known(tree, forward, guard.slot, start, *(f"self.{name}" for _, name in guard.attributes))
-    arguments = [f'"{guard.slot.attribute}"', *(f'{keyword}="{name}"' for keyword, name in guard.attributes)]
+    _require_known(tree, forward, guard.slot, start, *(f"self.{name}" for name in guard.attributes))
+    arguments = [f'"{name}"' for name in (guard.slot.attribute, *guard.attributes)]
     indent = " " * tree.position(forward.owner.node).start.column
     return insertion(start, f"{indent}@guard_forward({', '.join(arguments)})  # opslot: {guard.slot.marker}")
 

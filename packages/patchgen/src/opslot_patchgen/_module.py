@@ -110,7 +110,12 @@ def _adopting_head(tree: Tree, head: Definition) -> Edit:
     if any(definition.name == f"{head.name}.__init__" for definition in tree.definitions):
         raise NameCollision(f"{tree.at(head.node)}: {head.name} already has an __init__")
     lines = ("def __init__(self, config):", "    super().__init__(config)", "    adopt_backbone(self)")
-    return _in_class(tree, head, *(f"{line}  # opslot" for line in lines))
+    marked = [f"{line}  # opslot" for line in lines]
+    if isinstance(head.node.body, cst.IndentedBlock):
+        return _in_class(tree, head, *marked)
+    # `class X(GenericForY, Z): ...` leaves no room inside, so a subclass takes its name.
+    subclass = f"class {head.name}({head.name}):  # opslot"
+    return insertion(tree.position(head.node).end.line, subclass, *(f"    {line}" for line in marked))
 
 
 def _in_class(tree: Tree, definition: Definition, *lines: str) -> Edit:

@@ -3,7 +3,6 @@
 import ast
 import re
 from dataclasses import dataclass
-from itertools import chain
 from typing import TypeAlias
 
 from opslot_patchgen._errors import SpecError
@@ -122,12 +121,12 @@ class RegionGuard(_Guard):
 
 @dataclass(frozen=True, kw_only=True)
 class ForwardGuard(_Guard):
-    """Outermost on a class, for a `forward` that a decorator swaps. `attributes`: kernel keyword, attribute name."""
+    """Outermost on a class, for a `forward` that a decorator swaps. A kernel gets `attributes` after its arguments."""
 
-    attributes: tuple[tuple[str, str], ...]
+    attributes: tuple[str, ...]
 
     def __post_init__(self) -> None:
-        for name in (self.target, *chain.from_iterable(self.attributes)):
+        for name in (self.target, *self.attributes):
             _require(_NAME, name, "name")
 
 

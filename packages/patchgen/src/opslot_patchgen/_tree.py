@@ -63,7 +63,7 @@ class Tree:
         try:
             wrapper = MetadataWrapper(cst.parse_module(source.text), unsafe_skip_copy=True)
         except cst.ParserSyntaxError as error:
-            raise SourceError(f"{source.path}:{error.raw_line}: {error.message}") from error
+            raise SourceError(f"{source.path}: {error.message}") from error
         self.module = wrapper.module
         self._positions = wrapper.resolve(PositionProvider)
         self._recorder = _Recorder()

@@ -58,7 +58,8 @@ def _check(planned: Plan) -> int:
         return _refuse(planned.refusals)
     if findings:
         return 1
-    print(f"{len(planned.sources)} generated modules are fresh")
+    count = len(planned.sources)
+    print(f"{count} generated module{' is' if count == 1 else 's are'} fresh")
     return 0
 
 

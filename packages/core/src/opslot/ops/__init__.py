@@ -1,1 +1,18 @@
 """The contracts that opslot itself brings, one file per op."""
+
+from .._backend import Backend
+from .._device import CORE_KINDS
+from . import cross_entropy_loss, glu, load_balancing_loss, moe_experts, rms_norm, rotary_pos_emb
+
+BACKEND = Backend(
+    api=1,
+    contracts=(
+        cross_entropy_loss.CONTRACT,
+        glu.CONTRACT,
+        load_balancing_loss.CONTRACT,
+        moe_experts.CONTRACT,
+        rms_norm.CONTRACT,
+        rotary_pos_emb.CONTRACT,
+    ),
+    device_kinds=CORE_KINDS,
+)

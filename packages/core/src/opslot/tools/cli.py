@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from opslot import AUTO, Device, OpContract, OpslotError, Registry, registry
+from opslot import AUTO, BackendRecord, Device, OpContract, OpslotError, Registry, registry
 
 EXIT_CODES = "exit codes: 0 done; 1 an error, or a backend that failed to load (backends); 2 wrong usage"
 
@@ -56,31 +56,36 @@ def _list(options: argparse.Namespace) -> int:
 
 def _backends(options: argparse.Namespace) -> int:
     records = registry().records
-    data = [
-        {
-            "name": record.name,
-            "distribution": record.distribution,
-            "version": record.version,
-            "kernels": [str(spec) for spec in record.backend.kernels] if record.backend else [],
-            "contracts": [str(contract) for contract in record.backend.contracts] if record.backend else [],
-            "error": f"{type(record.error).__name__}: {record.error}" if record.error else None,
-            "traceback": record.traceback or None,
-        }
-        for record in records
-    ]
     failed = any(record.error for record in records)
     if options.json:
-        _print_json(data)
+        _print_json([_backend(record) for record in records])
         return int(failed)
-    rows = []
-    for item in data:
-        offers = f"{len(item['kernels'])} kernels, {len(item['contracts'])} contracts"
-        rows.append((item["name"], item["distribution"], item["version"], item["error"] or offers))
-    _print_table(("backend", "distribution", "version", "offers"), rows)
+    _print_table(
+        ("backend", "distribution", "version", "offers"),
+        [(record.name, record.distribution, record.version, _offers(record)) for record in records],
+    )
     for record in records:
         if record.error:
             print(f"\n{record.distribution} failed to load:\n{record.traceback}", file=sys.stderr)
     return int(failed)
+
+
+def _backend(record: BackendRecord) -> dict[str, Any]:
+    return {
+        "name": record.name,
+        "distribution": record.distribution,
+        "version": record.version,
+        "kernels": [str(spec) for spec in record.backend.kernels] if record.backend else [],
+        "contracts": [str(contract) for contract in record.backend.contracts] if record.backend else [],
+        "error": f"{type(record.error).__name__}: {record.error}" if record.error else None,
+        "traceback": record.traceback or None,
+    }
+
+
+def _offers(record: BackendRecord) -> str:
+    if record.backend is None:
+        return f"failed to load: {type(record.error).__name__}: {record.error}"
+    return f"{len(record.backend.kernels)} kernels, {len(record.backend.contracts)} contracts"
 
 
 def _explain(options: argparse.Namespace) -> int:

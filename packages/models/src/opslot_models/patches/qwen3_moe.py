@@ -24,7 +24,7 @@ SPEC = ModelSpec(
         ForwardGuard(
             target="Qwen3MoeExperts",
             slot=Slot("moe_experts", "standard", activation="act_fn"),
-            attributes=(("gate_up", "gate_up_proj"), ("down", "down_proj")),
+            attributes=("gate_up_proj", "down_proj"),
         ),
         RegionGuard(
             target="Qwen3MoeForCausalLM.forward",

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from opslot import Binding, BindError, OpsConfig
+from opslot import BindError, Binding, OpsConfig
 from transformers import (
     AutoModelForCausalLM,
     PreTrainedConfig,

@@ -226,7 +226,7 @@ class Qwen3MoeMLP(nn.Module):
         return down_proj
 
 
-@guard_forward("moe_experts_op", gate_up="gate_up_proj", down="down_proj")  # opslot: moe_experts/standard
+@guard_forward("moe_experts_op", "gate_up_proj", "down_proj")  # opslot: moe_experts/standard
 @use_experts_implementation
 class Qwen3MoeExperts(nn.Module):
     """Collection of expert weights stored as 3D tensors."""

@@ -1,0 +1,69 @@
+"""What the contracts share: reproducible tensors in every layout, and tolerances from counted roundings."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from .._contract import Tolerance
+
+if TYPE_CHECKING:
+    import torch
+
+# Unit roundoff: the largest relative error of rounding once to the type.
+_UNIT = {"float64": 2.0**-53, "float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
+
+
+def tolerances(*, roundings: float, terms: int, noise: float = 0.0) -> Mapping[str, Tolerance]:
+    """Tolerances for a result that goes through `roundings` roundings to its dtype, one after the other.
+
+    Sums of up to `terms` terms are kept in float32 (float64 for float64), where errors grow like a random walk; the
+    factor 4 covers the largest of some thousand elements. `noise` is the absolute size, in units of roundoff, of what
+    remains where the exact result is zero because terms of that size cancel.
+    """
+    result = {}
+    for dtype, unit in _UNIT.items():
+        accumulation = 4 * math.sqrt(terms) * min(unit, _UNIT["float32"])
+        result[dtype] = Tolerance(rtol=roundings * unit + accumulation, atol=noise * unit)
+    return result
+
+
+class Draw:
+    """A stream of random tensors, the same on every device: drawn on the CPU, rounded to `dtype`, then moved."""
+
+    def __init__(self, device: torch.device | str, dtype: torch.dtype, seed: int) -> None:
+        import torch
+
+        self.device = torch.device(device)
+        self.dtype = dtype
+        self._generator = torch.Generator().manual_seed(seed)
+
+    def normal(self, *shape: int, scale: float = 1.0, dtype: torch.dtype | None = None) -> torch.Tensor:
+        import torch
+
+        values = torch.randn(shape, generator=self._generator, dtype=torch.float64) * scale
+        return values.to(dtype or self.dtype).to(self.device)
+
+    def integers(self, high: int, *shape: int) -> torch.Tensor:
+        import torch
+
+        return torch.randint(high, shape, generator=self._generator).to(self.device)
+
+    def ranks(self, rows: int, columns: int) -> torch.Tensor:
+        """Every row a random permutation of 0 .. columns - 1."""
+        import torch
+
+        return torch.rand(rows, columns, generator=self._generator).argsort(-1).to(self.device)
+
+
+def leaf(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor in its layout, to be differentiated."""
+    return tensor.detach().requires_grad_()
+
+
+def strided(tensor: torch.Tensor) -> torch.Tensor:
+    """The same values, every second element of a larger buffer: no stride is 1."""
+    padded = tensor.new_full((*tensor.shape, 2), 7.0)
+    padded[..., 0] = tensor
+    return padded[..., 0]

@@ -1,0 +1,221 @@
+import copy
+import subprocess
+import sys
+
+import opslot
+import opslot_models
+import pytest
+import torch
+from opslot import BindError
+from opslot_models import adopt
+from transformers import AutoModelForCausalLM, Qwen3MoeForCausalLM, Trainer, TrainingArguments
+
+
+def stock(config):
+    torch.manual_seed(0)
+    return Qwen3MoeForCausalLM(config)
+
+
+def test_an_adopted_model_is_the_model_that_it_was(config, batch, deterministic):
+    expected_model = stock(config())
+    model = copy.deepcopy(expected_model)
+    adoption = adopt(model, "eager", device="cpu")
+    assert adoption.left == ()
+    assert len(adoption.swapped) == sum("qwen3_moe" in type(m).__module__ for m in expected_model.modules())
+    expected, actual = expected_model(**batch), model(**batch)
+    for field in ("loss", "logits", "aux_loss"):
+        assert torch.equal(expected[field], actual[field])
+    assert list(model.state_dict()) == list(expected_model.state_dict())
+
+
+FRESH = """
+import torch
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+config = Qwen3MoeConfig(vocab_size=96, hidden_size=64, intermediate_size=96, moe_intermediate_size=32, head_dim=16,
+    num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, num_experts=6, num_experts_per_tok=2,
+    output_router_logits=True)
+torch.manual_seed(0)
+model = Qwen3MoeForCausalLM(config)
+tokens = torch.arange(20).view(2, 10)
+{before}
+from opslot_models import adopt
+adopt(model, {ops!r}, device="cpu")
+out = model(tokens, labels=tokens)
+print(len(out.router_logits), out.aux_loss.item(), out.loss.item())
+"""
+
+
+@pytest.mark.parametrize("before", ["", "model(tokens, labels=tokens)"], ids=["new", "after a forward"])
+@pytest.mark.parametrize("ops", ["eager", "auto"])
+def test_router_logits_are_recorded_in_a_process_that_never_built_a_generated_model(before, ops):
+    """transformers finds what to record by class, in a registry that only its own __init__ fills."""
+    code = FRESH.format(before=before, ops=ops)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    layers, aux_loss, loss = done.stdout.split()
+    assert layers == "2"
+    assert 1.9 < float(aux_loss) < 2.5
+    assert 4 < float(loss) < 6
+
+
+def test_adopting_again_only_binds_again(config):
+    model = stock(config())
+    adopt(model, "auto", device="cpu")
+    again = adopt(model, "eager", device="cpu")
+    assert again.swapped == ()
+    assert {row.kernel for row in again.binding.rows} == {"eager"}
+
+
+def test_a_model_without_a_generated_family_is_an_error():
+    with pytest.raises(BindError, match="no module of a generated family; there are: qwen3_moe"):
+        adopt(torch.nn.Linear(2, 2))
+
+
+def test_a_forward_set_before_is_refused_by_name_and_nothing_is_swapped(config):
+    model = stock(config())
+    norm = model.model.layers[1].input_layernorm
+    norm.forward = norm.forward
+    with pytest.raises(BindError, match=r"model\.layers\.1\.input_layernorm has a forward of its own"):
+        adopt(model)
+    assert {type(m).__module__.split(".")[0] for m in model.modules()} == {"torch", "transformers"}
+
+
+def test_a_users_subclass_keeps_its_class_and_is_named(config):
+    class Mine(Qwen3MoeForCausalLM):
+        pass
+
+    torch.manual_seed(0)
+    adoption = adopt(Mine(config()), device="cpu")
+    assert adoption.left == ("the model (Mine)",)
+    assert "left as they are, without slots: the model (Mine)" in str(adoption)
+    assert "cross_entropy_loss" not in {row.op for row in adoption.binding.rows}
+
+
+def test_a_loss_function_of_the_users_is_not_bypassed(config):
+    model = stock(config())
+    model.loss_function = lambda logits, labels, vocab_size, **kwargs: logits.sum()
+    with pytest.raises(BindError, match="its loss_function is .* which a fused loss would bypass"):
+        adopt(model, {"cross_entropy_loss": "chunk_loss"}, device="cpu")
+    binding = adopt(model, "auto", device="cpu").binding
+    (row,) = [row for row in binding.rows if row.op == "cross_entropy_loss"]
+    assert row.kernel == "eager"
+    assert "loss_function" in row.reason
+
+
+def test_another_activation_is_refused(config):
+    model = stock(config(hidden_act="gelu"))
+    with pytest.raises(BindError, match=r"mlp.* cannot use kernel 'torch' for moe_experts/standard: its activation"):
+        adopt(model, {"moe_experts": "torch"}, device="cpu")
+
+
+@pytest.mark.parametrize("adopt_first", [True, False])
+def test_peft(config, batch, adopt_first):
+    from peft import LoraConfig, get_peft_model
+
+    lora = LoraConfig(target_modules=["q_proj", "v_proj", "gate_proj"], init_lora_weights=False)
+    models = []
+    for ours in (False, True):
+        torch.manual_seed(0)
+        model = stock(config())
+        if ours and adopt_first:
+            adopt(model, "auto", device="cpu")
+        torch.manual_seed(1)
+        model = get_peft_model(model, lora)
+        if ours and not adopt_first:
+            adopt(model, "auto", device="cpu")
+        models.append(model)
+    expected, actual = (model(**batch).loss for model in models)
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
+    expected.backward()
+    actual.backward()
+    for (name, a), b in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
+        if a.grad is not None:
+            torch.testing.assert_close(b.grad, a.grad, rtol=1e-3, atol=1e-6, msg=name)
+
+
+def test_an_adapter_on_the_head_after_bind_is_refused_at_the_call(config, batch):
+    from peft import LoraConfig, get_peft_model
+
+    model = stock(config())
+    adopt(model, {"cross_entropy_loss": "chunk_loss"}, device="cpu")
+    wrapped = get_peft_model(model, LoraConfig(target_modules=["lm_head"]))
+    with pytest.raises(BindError, match="which is not a plain nn.Linear"):
+        wrapped(**batch)
+
+
+class Rows(torch.utils.data.Dataset):
+    """Sequences with unequal numbers of labels, so that a mean of means would differ."""
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        tokens = torch.arange(1, 17) * (index + 3) % 90 + 1
+        return {"input_ids": tokens, "labels": tokens.masked_fill(torch.arange(16) > 2 + index, -100)}
+
+
+def losses(model, folder, accumulation):
+    trainer = Trainer(
+        model=model,
+        args=TrainingArguments(
+            output_dir=str(folder),
+            max_steps=2,
+            per_device_train_batch_size=4 // accumulation,
+            gradient_accumulation_steps=accumulation,
+            logging_steps=1,
+            report_to="none",
+            save_strategy="no",
+            disable_tqdm=True,
+            use_cpu=True,
+        ),
+        train_dataset=Rows(),
+    )
+    trainer.train()
+    return torch.tensor([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
+
+
+def test_trainer_with_gradient_accumulation(config, tmp_path):
+    runs = {}
+    for name, ops, accumulation in (
+        ("stock", None, 2),
+        ("eager", "eager", 2),
+        ("auto", "auto", 2),
+        ("whole", "auto", 1),
+    ):
+        model = stock(config(output_router_logits=False))
+        if ops is not None:
+            adopt(model, ops, device="cpu")
+        runs[name] = losses(model, tmp_path, accumulation)
+    assert torch.equal(runs["eager"], runs["stock"])
+    torch.testing.assert_close(runs["auto"], runs["stock"], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(runs["auto"], runs["whole"], rtol=1e-3, atol=1e-3)
+
+
+def test_an_adopted_model_saves_what_stock_loads(config, tmp_path, batch):
+    model = stock(config())
+    adopt(model, "auto", device="cpu")
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    assert type(loaded) is Qwen3MoeForCausalLM
+    opslot.bind(model.eval(), "eager", device="cpu")
+    assert torch.equal(loaded(batch["input_ids"]).logits, model(batch["input_ids"]).logits)
+
+
+def test_copies_and_pickles_keep_their_kernels(config, batch):
+    import io
+
+    model = stock(config())
+    adopt(model, {"rms_norm": "torch"}, device="cpu")
+    for twin in (copy.deepcopy(model), torch.load(_saved(model, io.BytesIO()), weights_only=False)):
+        assert twin.model.norm.rms_norm_op.kernel is model.model.norm.rms_norm_op.kernel
+        assert torch.equal(twin(**batch).loss, model(**batch).loss)
+
+
+def _saved(model, buffer):
+    torch.save(model, buffer)
+    buffer.seek(0)
+    return buffer
+
+
+def test_families():
+    assert opslot_models.families() == ("qwen3_moe",)

@@ -1,0 +1,98 @@
+import json
+
+import opslot
+import pytest
+import torch
+from opslot import BindError, OpslotError
+from opslot_models import build_foundation_model
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeForCausalLM, Qwen3MoeModel
+
+
+@pytest.fixture
+def checkpoint(config, tmp_path):
+    """A checkpoint in the layout of the hub, one tensor per expert, as stock transformers writes it."""
+    torch.manual_seed(0)
+    Qwen3MoeForCausalLM(config()).save_pretrained(tmp_path / "hub")
+    return tmp_path / "hub"
+
+
+def keys(folder):
+    with safe_open(folder / "model.safetensors", "pt") as file:
+        return set(file.keys())
+
+
+def test_a_hub_checkpoint_loads_whole_and_saves_back_in_the_same_layout(checkpoint, tmp_path, batch):
+    assert "model.layers.0.mlp.experts.5.gate_proj.weight" in keys(checkpoint)
+    model = build_foundation_model(checkpoint, "eager", device="cpu").eval()
+    stock = AutoModelForCausalLM.from_pretrained(checkpoint).eval()
+    assert torch.equal(model(batch["input_ids"]).logits, stock(batch["input_ids"]).logits)
+
+    model.save_pretrained(tmp_path / "back")
+    assert keys(tmp_path / "back") == keys(checkpoint)
+    config = json.loads((tmp_path / "back/config.json").read_text())
+    assert config["architectures"] == ["Qwen3MoeForCausalLM"]
+    assert "auto_map" not in config
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "back").eval()
+    assert torch.equal(again(batch["input_ids"]).logits, stock(batch["input_ids"]).logits)
+
+
+@pytest.mark.parametrize("lost", ["model.layers.0.mlp.experts.2.up_proj.weight", "model.norm.weight"])
+def test_a_checkpoint_that_does_not_fill_the_model_is_refused(checkpoint, lost):
+    file = checkpoint / "model.safetensors"
+    tensors = load_file(file)
+    del tensors[lost]
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises((BindError, RuntimeError), match="does not fill Qwen3MoeForCausalLM|experts"):
+        build_foundation_model(checkpoint)
+
+
+def test_a_family_that_is_not_generated():
+    with pytest.raises(OpslotError, match="no generated model for model type 'llama'; there are: qwen3_moe"):
+        build_foundation_model(LlamaConfig())
+
+
+def test_an_unknown_architecture_lists_what_there_is(config):
+    with pytest.raises(OpslotError, match="no architecture 'Qwen3MoeForVision'; it has: Qwen3MoeForCausalLM"):
+        build_foundation_model(config(), architecture="Qwen3MoeForVision")
+
+
+def test_the_architecture_is_the_configs(config):
+    model = build_foundation_model(config(architectures=["Qwen3MoeModel"]), device="cpu")
+    assert type(model).__name__ == Qwen3MoeModel.__name__
+    assert type(model).__module__.startswith("opslot_models.generated")
+
+
+def test_attention_is_passed_on(config):
+    model = build_foundation_model(config(), {"attn_implementation": "eager", "default": "eager"}, device="cpu")
+    assert model.config._attn_implementation == "eager"
+
+
+def test_a_model_on_meta_is_bound_for_the_device_it_will_be_on(config):
+    with torch.device("meta"):
+        model = build_foundation_model(config(), "auto", device="cpu")
+    assert next(model.parameters()).device.type == "meta"
+    assert model.opslot_binding.device.kind == "cpu"
+    assert model.opslot_binding.verify() == ()
+
+
+def test_dtype(config):
+    model = build_foundation_model(config(), "eager", dtype=torch.bfloat16, device="cpu")
+    assert next(model.parameters()).dtype == torch.bfloat16
+
+
+def test_two_models_hold_different_kernels(config):
+    one = build_foundation_model(config(), {"rms_norm": "torch"}, device="cpu")
+    two = build_foundation_model(config(), "eager", device="cpu")
+    assert one.model.norm.rms_norm_op.kernel is not None
+    assert two.model.norm.rms_norm_op.kernel is None
+    assert opslot.OpSlot("rms_norm").kernel is None
+
+
+def test_another_version_of_transformers_is_refused(monkeypatch):
+    from opslot_models import _families
+
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "5.99.1")
+    with pytest.raises(OpslotError, match=r"transformers 5\.99\.1 is installed, but the models here .* 5\.24"):
+        _families._generated_set()

@@ -1,0 +1,373 @@
+"""What each guard becomes, and every place where one is refused."""
+
+import re
+
+import pytest
+from opslot_patchgen import (
+    AmbiguousTarget,
+    CallGuard,
+    EntryGuard,
+    ForwardGuard,
+    InverseError,
+    NameCollision,
+    RegionGuard,
+    Slot,
+    SourceError,
+    SpecError,
+    TargetGone,
+    UnreachableGuard,
+)
+
+NORM = """\
+class TinyNorm(nn.Module):
+    def __init__(self, size, eps=1e-6):
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x):
+        # upcast
+        x = x.float()
+        return self.weight * x
+"""
+NORM_GUARD = EntryGuard(
+    target="TinyNorm.forward", slot=Slot("rms_norm", "standard"), result="kernel(x, self.weight, self.eps)"
+)
+
+ATTENTION = '''\
+class TinyAttention(nn.Module):
+    """Attention."""
+
+    def forward(self, q, k, position):
+        """Rotates."""
+
+        # both at once
+        q, k = rotate(q, k, *position)  # in place
+
+        return q @ k
+'''
+ATTENTION_GUARD = CallGuard(target="TinyAttention.forward", slot=Slot("rotary_pos_emb", "full"), call="rotate")
+
+HEAD = """\
+class TinyForCausalLM(TinyPreTrainedModel):
+    def forward(self, x, labels=None, **kwargs):
+        x = self.model(x)
+        logits = self.lm_head(x)
+
+        # no labels, no loss
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits, labels)
+        return loss, logits
+"""
+HEAD_GUARD = RegionGuard(
+    target="TinyForCausalLM.forward",
+    slot=Slot("cross_entropy_loss", "causal", check="acme.adoption:own_loss"),
+    first="self.lm_head",
+    last="self.loss_function",
+    when="labels is not None",
+    cleared=("logits",),
+    result="loss",
+    arguments=("x", "self.cross_entropy_loss_op.weight(self.lm_head)", 'index=kwargs.get("ignore_index", -100)'),
+)
+
+EXPERTS = """\
+# Many of them.
+@use_experts_implementation(is_concatenated=False)
+class TinyExperts(nn.Module):
+    def __init__(self):
+        self.gate_up_proj = self.down_proj = self.act_fn = None
+
+    def forward(self, x):
+        return x
+"""
+EXPERTS_GUARD = ForwardGuard(
+    target="TinyExperts",
+    slot=Slot("moe_experts", "standard", activation="act_fn"),
+    attributes=("gate_up_proj", "down_proj"),
+)
+
+
+def test_entry_guard_stands_above_the_comment_of_the_first_statement(generate):
+    assert """\
+class TinyNorm(nn.Module):
+    rms_norm_op = OpSlot("rms_norm", "standard")  # opslot
+    def __init__(self, size, eps=1e-6):
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x):
+        kernel = self.rms_norm_op.kernel  # opslot: rms_norm/standard
+        if kernel is not None:  # opslot
+            return kernel(x, self.weight, self.eps)  # opslot
+        # upcast
+        x = x.float()
+        return self.weight * x
+""" in generate(NORM, NORM_GUARD)
+
+
+def test_entry_guard_stands_below_the_docstring(generate):
+    text = NORM.replace("        # upcast\n", '        """Normalise."""\n\n        # upcast\n')
+    assert (
+        '        """Normalise."""\n        kernel = self.rms_norm_op.kernel  # opslot: rms_norm/standard\n'
+    ) in generate(text, NORM_GUARD)
+
+
+def test_call_guard_takes_targets_and_arguments_from_the_source(generate):
+    assert '''\
+class TinyAttention(nn.Module):
+    """Attention."""
+    rotary_pos_emb_op = OpSlot("rotary_pos_emb", "full")  # opslot
+
+    def forward(self, q, k, position):
+        """Rotates."""
+
+        # both at once
+        kernel = self.rotary_pos_emb_op.kernel  # opslot: rotary_pos_emb/full
+        if kernel is not None:  # opslot
+            q, k = kernel(q, k, *position)  # in place  # opslot
+        else:  # opslot
+            q, k = rotate(q, k, *position)  # in place
+
+        return q @ k
+''' in generate(ATTENTION, ATTENTION_GUARD)
+
+
+def test_call_guard_over_several_lines(generate):
+    text = ATTENTION.replace("rotate(q, k, *position)", "rotate(\n            q,\n\n            k,\n        )")
+    assert """\
+            q, k = kernel(  # opslot
+                q,  # opslot
+                k,  # opslot
+            )  # in place  # opslot
+        else:  # opslot
+            q, k = rotate(
+                q,
+
+                k,
+            )  # in place
+""" in generate(text, ATTENTION_GUARD)
+
+
+def test_region_guard(generate):
+    generated = generate(HEAD, HEAD_GUARD)
+    assert (
+        """\
+        x = self.model(x)
+        kernel = self.cross_entropy_loss_op.kernel if labels is not None else None  # opslot: cross_entropy_loss/causal
+        if kernel is not None:  # opslot
+            logits = None  # opslot
+            loss = kernel(  # opslot
+                x,  # opslot
+                self.cross_entropy_loss_op.weight(self.lm_head),  # opslot
+                index=kwargs.get("ignore_index", -100),  # opslot
+            )  # opslot
+        else:  # opslot
+            logits = self.lm_head(x)
+
+            # no labels, no loss
+            loss = None
+            if labels is not None:
+                loss = self.loss_function(logits, labels)
+        return loss, logits
+"""
+        in generated
+    )
+    assert 'cross_entropy_loss_op = OpSlot("cross_entropy_loss", "causal", check=own_loss)  # opslot\n' in generated
+    assert "from acme.adoption import own_loss  # opslot\n" in generated
+
+
+def test_forward_guard_is_the_outermost_decorator(generate):
+    generated = generate(EXPERTS, EXPERTS_GUARD)
+    assert (
+        """\
+# Many of them.
+@guard_forward("moe_experts_op", "gate_up_proj", "down_proj")  # opslot: moe_experts/standard
+@use_experts_implementation(is_concatenated=False)
+class TinyExperts(nn.Module):
+    moe_experts_op = OpSlot("moe_experts", "standard", activation="act_fn")  # opslot
+"""
+        in generated
+    )
+    assert "from opslot import OpSlot, guard_forward  # opslot\n" in generated
+
+
+def test_two_guards_of_one_op_in_a_class_declare_its_slot_once(generate):
+    text = f"{NORM}\n    def extra(self, y):\n        return y\n"
+    second = EntryGuard(target="TinyNorm.extra", slot=NORM_GUARD.slot, result="kernel(y, self.weight, self.eps)")
+    generated = generate(text, NORM_GUARD, second)
+    assert generated.count("rms_norm_op = OpSlot") == 1
+    assert generated.count("# opslot: rms_norm/standard") == 2
+
+
+def test_attributes_of_a_base_in_the_module_are_known(generate):
+    text = f"{NORM}\n\nclass Other(TinyNorm):\n    def forward(self, x):\n        return x\n"
+    assert "class Other" in generate(text, EntryGuard(**{**vars(NORM_GUARD), "target": "Other.forward"}))
+
+
+def test_decorators_that_only_kernelize_uses_are_allowed(generate):
+    assert "rms_norm_op" in generate(f'@use_kernel_forward_from_hub("RMSNorm")\n{NORM}', NORM_GUARD)
+
+
+def entry(target, result="kernel(x)"):
+    return EntryGuard(target=target, slot=Slot("rms_norm", "standard"), result=result)
+
+
+def call(name):
+    return CallGuard(target="TinyAttention.forward", slot=Slot("rotary_pos_emb", "full"), call=name)
+
+
+def region(**changes):
+    return RegionGuard(**{**vars(HEAD_GUARD), **changes})
+
+
+REFUSALS = {
+    "target gone": (
+        NORM,
+        entry("TinyNorms.forward"),
+        TargetGone,
+        "TinyNorms.forward is gone; near it: TinyNorm.forward",
+    ),
+    "two definitions": (NORM + "\n\n" + NORM, NORM_GUARD, AmbiguousTarget, ":30: TinyNorm.forward is defined 2 times"),
+    "not a method": (
+        "def f():\n    def g(self):\n        pass\n",
+        entry("f.g", "kernel()"),
+        SourceError,
+        ":15: f.g is not a method",
+    ),
+    "no self": (NORM.replace("self, x", "cls, x"), NORM_GUARD, SourceError, ":19: TinyNorm.forward has no self"),
+    "one-line body": (
+        "class A:\n    def forward(self, x): return x\n",
+        entry("A.forward"),
+        SourceError,
+        ":15: the body",
+    ),
+    "parameter renamed": (NORM.replace("x", "y"), NORM_GUARD, TargetGone, "no `x` where the guard reads it"),
+    "bound only later": (
+        NORM.replace("x = x.float()", "y = x.float()"),
+        entry("TinyNorm.forward", "kernel(y)"),
+        TargetGone,
+        ":19: TinyNorm.forward has no `y` where the guard reads it",
+    ),
+    "attribute renamed": (
+        NORM.replace("eps", "epsilon"),
+        NORM_GUARD,
+        TargetGone,
+        ":14: TinyNorm has no attribute `eps`",
+    ),
+    "activation renamed": (EXPERTS.replace("act_fn", "act"), EXPERTS_GUARD, TargetGone, "no attribute `act_fn`"),
+    "parameter gone": (EXPERTS.replace("down", "dn"), EXPERTS_GUARD, TargetGone, "no attribute `down_proj`"),
+    "no forward": (EXPERTS.replace("def forward", "def run"), EXPERTS_GUARD, TargetGone, "TinyExperts.forward is gone"),
+    "experts swap it": (
+        f"@use_experts_implementation\n{NORM}",
+        NORM_GUARD,
+        UnreachableGuard,
+        ":14: @use_experts_implementation swaps TinyNorm.forward",
+    ),
+    "fallback swaps it": (
+        NORM.replace(
+            "    def forward", '    @integrations.use_kernel_func_from_hub_with_fallback("f", "g")\n    def forward'
+        ),
+        NORM_GUARD,
+        UnreachableGuard,
+        ":19: @use_kernel_func_from_hub_with_fallback swaps TinyNorm.forward",
+    ),
+    "kernel is taken": (
+        NORM.replace("x.float()", "kernel(x)"),
+        NORM_GUARD,
+        NameCollision,
+        ":21: TinyNorm.forward already",
+    ),
+    "slot is taken": (
+        NORM.replace("self.eps = eps", "self.eps = self.rms_norm_op = eps"),
+        NORM_GUARD,
+        NameCollision,
+        ":17:",
+    ),
+    "call gone": (ATTENTION, call("turn"), TargetGone, ":17: TinyAttention.forward no longer calls turn"),
+    "call twice": (
+        ATTENTION.replace("return q @ k", "q, k = rotate(q, k)\n        return q @ k"),
+        ATTENTION_GUARD,
+        AmbiguousTarget,
+        ":23: TinyAttention.forward calls rotate 2 times",
+    ),
+    "call inside an expression": (
+        ATTENTION.replace("rotate(q, k, *position)", "list(rotate(q, k, *position))"),
+        ATTENTION_GUARD,
+        SourceError,
+        ":21: the call of rotate is not the value of an assignment",
+    ),
+    "two statements on the line": (
+        ATTENTION.replace("*position)", "*position); q = q + 1"),
+        ATTENTION_GUARD,
+        SourceError,
+        ":21: the call of rotate is not the value of an assignment",
+    ),
+    "backslash": (
+        ATTENTION.replace("q, k = rotate", "q, k = \\\n            rotate"),
+        ATTENTION_GUARD,
+        SourceError,
+        ":22: a line continued with a backslash",
+    ),
+    "string over lines": (
+        HEAD.replace("labels)\n        return", 'labels, f"""a\n                {x}""")\n        return'),
+        HEAD_GUARD,
+        SourceError,
+        ":22: a string over several lines",
+    ),
+    "left of the block": (
+        HEAD.replace("        # no labels", "    # no labels"),
+        HEAD_GUARD,
+        SourceError,
+        ":19: stands left",
+    ),
+    "first call gone": (HEAD.replace("lm_head", "head"), HEAD_GUARD, TargetGone, "no longer calls self.lm_head"),
+    "order turned": (
+        HEAD,
+        region(first="self.loss_function", last="self.lm_head", arguments=("x",)),
+        SourceError,
+        ":22: self.loss_function is called after self.lm_head",
+    ),
+    "region assigns more": (
+        HEAD.replace("loss = None\n", "loss = None\n        scale, self.n = 1, 2\n"),
+        HEAD_GUARD,
+        SourceError,
+        ":17: the region from self.lm_head to self.loss_function assigns logits, loss, scale, self.n; the guard sets",
+    ),
+    "guard sets more": (HEAD, region(cleared=("logits", "hidden")), SourceError, "the guard sets hidden, logits, loss"),
+    "region returns inside": (
+        HEAD.replace("loss = None\n", "loss = None\n        if x is None:\n            return None\n"),
+        HEAD_GUARD,
+        SourceError,
+        ":22: a return inside the region",
+    ),
+    "argument not bound yet": (HEAD, region(arguments=("y",)), TargetGone, "TinyForCausalLM.forward has no `y`"),
+    "condition not bound yet": (HEAD, region(when="later is None"), TargetGone, "no `later` where the guard reads it"),
+    "comment would move": (
+        HEAD.replace("labels)\n        return", "labels)\n            # deeper than the block\n        return"),
+        HEAD_GUARD,
+        InverseError,
+        "undoing the edits does not give the source back",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+def test_refusal(case, generate):
+    text, guard, error, message = REFUSALS[case]
+    with pytest.raises(error, match=re.escape(message)) as raised:
+        generate(text, guard)
+    assert raised.type is error
+    assert "modeling_tiny.py" in str(raised.value)
+
+
+def test_overlapping_guards_are_refused(generate):
+    inner = CallGuard(target="TinyForCausalLM.forward", slot=Slot("loss", "standard"), call="self.loss_function")
+    with pytest.raises(SpecError, match=r"modeling_tiny\.py:\d+: two edits of tiny meet here"):
+        generate(HEAD, HEAD_GUARD, inner)
+
+
+def test_one_attribute_for_two_variants_is_refused(generate):
+    text = f"{NORM}\n    def extra(self, x):\n        return x\n"
+    other = EntryGuard(target="TinyNorm.extra", slot=Slot("rms_norm", "unweighted"), result="kernel(x)")
+    with pytest.raises(SpecError, match="rms_norm_op is declared in two ways"):
+        generate(text, NORM_GUARD, other)

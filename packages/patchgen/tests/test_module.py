@@ -1,0 +1,189 @@
+"""What every generated module gets besides its guards."""
+
+import re
+
+import pytest
+from opslot_patchgen import EntryGuard, NameCollision, Slot, SourceError, TargetGone, UpstreamEscape, read_source
+
+MLP = """\
+class TinyMLP(nn.Module):
+    def forward(self, x):
+        return x
+"""
+GUARD = EntryGuard(target="TinyMLP.forward", slot=Slot("glu", "swiglu"), result="kernel(x)")
+IMPORTS = "from torch import nn\nfrom ...modeling_utils import PreTrainedModel\n"
+BASE = "class TinyPreTrainedModel(PreTrainedModel):\n    config: object\n\n\n"
+
+
+def test_imports_become_absolute_and_ours_follow(generate):
+    assert generate(MLP, GUARD).startswith(
+        """\
+# Copyright upstream.
+import torch
+from torch import nn
+
+from transformers.activations import ACT2FN
+from transformers.modeling_utils import PreTrainedModel
+from transformers.models.tiny.configuration_tiny import TinyConfig
+from opslot import OpSlot  # opslot
+
+
+class TinyPreTrainedModel(PreTrainedModel):
+    is_custom_code = classmethod(lambda cls: False)  # opslot
+    config: TinyConfig
+"""
+    )
+
+
+@pytest.mark.parametrize(
+    ("relative", "absolute"),
+    [
+        ("from ... import initialization as init", "from transformers import initialization as init"),
+        ("from .. import auto", "from transformers.models import auto"),
+        ("from . import configuration_tiny", "from transformers.models.tiny import configuration_tiny"),
+        ("from ..auto.modeling_auto import AutoModel", "from transformers.models.auto.modeling_auto import AutoModel"),
+    ],
+)
+def test_import_forms(relative, absolute, generate):
+    assert f"\n{absolute}\n" in generate(BASE + MLP, GUARD, frame=f"{IMPORTS}{relative}\n\n\n")
+
+
+def test_nested_imports_keep_their_scope(generate):
+    text = MLP.replace("return x", "if x:\n            from ...utils import (\n                one,\n            )")
+    generated = generate(text, GUARD)
+    assert "        if x:\n            from transformers.utils import (\n                one,\n" in generated
+
+
+def test_our_imports_stand_above_the_first_definition(generate):
+    generated = generate(f"{MLP}\n\nimport json\n", GUARD)
+    assert (
+        generated.index("from opslot import") < generated.index("class TinyPreTrainedModel") < generated.index("json")
+    )
+
+
+HEADS = """\
+class TinyForSequenceClassification(GenericForSequenceClassification, TinyPreTrainedModel):
+    pass
+
+
+class TinyForQuestionAnswering(GenericForQuestionAnswering, TinyPreTrainedModel):
+    base_model_prefix = "transformer"
+
+
+class TinyForTokenClassification(GenericForTokenClassification, TinyPreTrainedModel): ...
+"""
+
+
+def test_generic_heads_adopt_their_backbone(generate):
+    generated = generate(f"{MLP}\n\n{HEADS}", GUARD)
+    assert generated.endswith(
+        """\
+class TinyForSequenceClassification(GenericForSequenceClassification, TinyPreTrainedModel):
+    def __init__(self, config):  # opslot
+        super().__init__(config)  # opslot
+        adopt_backbone(self)  # opslot
+    pass
+
+
+class TinyForQuestionAnswering(GenericForQuestionAnswering, TinyPreTrainedModel):
+    def __init__(self, config):  # opslot
+        super().__init__(config)  # opslot
+        adopt_backbone(self)  # opslot
+    base_model_prefix = "transformer"
+
+
+class TinyForTokenClassification(GenericForTokenClassification, TinyPreTrainedModel): ...
+class TinyForTokenClassification(TinyForTokenClassification):  # opslot
+    def __init__(self, config):  # opslot
+        super().__init__(config)  # opslot
+        adopt_backbone(self)  # opslot
+"""
+    )
+    assert "from opslot_models.adoption import adopt_backbone  # opslot\n" in generated
+
+
+def test_adopting_heads_run(generate):
+    """The three forms of a head, executed with stand-ins for everything that they import."""
+    generated = generate(f"{MLP}\n\n{HEADS}", GUARD)
+    heads = generated[generated.index("class TinyForSequenceClassification") :]
+    adopted = []
+
+    class Base:
+        def __init__(self, config):
+            self.config = config
+
+    names = dict.fromkeys(re.findall(r"Generic\w+", HEADS), type("Generic", (), {}))
+    scope = {**names, "TinyPreTrainedModel": Base, "adopt_backbone": adopted.append}
+    exec(heads, scope)
+    built = [scope[name]("config") for name in re.findall(r"class (TinyFor\w+)\(Generic", HEADS)]
+    assert adopted == built
+    assert [type(head).__name__ for head in built] == re.findall(r"class (TinyFor\w+)\(Generic", HEADS)
+
+
+REFUSALS = {
+    "absolute import": ("from transformers.utils import x\n", SourceError, ":3: imports from transformers.utils abs"),
+    "odd spacing": (
+        "from  ...utils import x\n",
+        SourceError,
+        ":3: an import that is not written `from ...utils import`",
+    ),
+    "two imports on a line": ("from .a import b; from .c import d\n", ValueError, ":3: two edits of tiny meet here"),
+    "escape": ("a = AutoModel.from_config(1)\n", UpstreamEscape, ":3: AutoModel.from_config builds upstream's classes"),
+    "escape of a head": (
+        "a = auto.AutoModelForCausalLM.from_pretrained(1)\n",
+        UpstreamEscape,
+        ":3: auto.AutoModelForC",
+    ),
+    "OpSlot is taken": ("OpSlot = None\n", NameCollision, ":3: upstream already uses the name `OpSlot`"),
+    "is_custom_code is taken": ("is_custom_code = None\n", NameCollision, ":3: upstream already uses the name `is_cus"),
+    "not Python": ("a = = b\n", SourceError, "modeling_tiny.py: parser error: error at 3:"),
+    "marked already": ("a = b  # opslot\n", SourceError, ":3: already holds an opslot marker"),
+    "tab": ("if True:\n\ta = b\n", SourceError, ":4: indented with a tab"),
+    "carriage return": ("a = b\r\n", SourceError, ":3: carriage return"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+def test_refusal(case, generate):
+    line, error, message = REFUSALS[case]
+    with pytest.raises(error, match=re.escape(message)):
+        generate(BASE + MLP, GUARD, frame=f"{IMPORTS}{line}\n\n")
+
+
+def test_a_relative_import_longer_than_needed_cannot_be_undone(generate):
+    with pytest.raises(ValueError, match="does not give the source back"):
+        generate(BASE + MLP, GUARD, frame=f"{IMPORTS}from ...models.tiny.x import y\n\n\n")
+
+
+def test_no_pretrained_base_is_refused(generate):
+    with pytest.raises(TargetGone, match="no class derives from PreTrainedModel"):
+        generate(MLP, GUARD, frame=IMPORTS)
+
+
+def test_no_import_is_refused(generate):
+    with pytest.raises(SourceError, match=":1: no import before the first definition"):
+        generate(BASE + MLP, GUARD, frame="")
+
+
+def test_head_with_its_own_init_is_refused(generate):
+    text = f"{MLP}\n\nclass TinyForX(GenericForX):\n    def __init__(self, config):\n        pass\n"
+    with pytest.raises(NameCollision, match=r":19: TinyForX already has an __init__"):
+        generate(text, GUARD)
+
+
+@pytest.mark.parametrize(
+    ("raw", "message"),
+    [
+        (b"\xef\xbb\xbfimport torch\n", ":1: starts with a byte order mark"),
+        (b"import torch", "does not end with a newline"),
+        (b"# \xff\n", "not UTF-8"),
+    ],
+)
+def test_bytes_that_are_refused(raw, message, upstream):
+    with pytest.raises(SourceError, match=message):
+        read_source("transformers.models.tiny.modeling_tiny", upstream(raw))
+
+
+def test_version_must_be_readable(upstream):
+    with pytest.raises(SourceError, match=r"__init__\.py: no line"):
+        read_source("transformers.models.tiny.modeling_tiny", upstream("import torch\n", version="unknown"))

@@ -1,0 +1,136 @@
+"""The real transformers source under the real spec, and the files that are committed."""
+
+import importlib.util
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from opslot_patchgen import build, cli, load_specs, plan, read_source, restore
+
+MODELS = Path(__file__).parents[2] / "models/src"
+GUARDS = [
+    "rotary_pos_emb/full",
+    "glu/swiglu",
+    "moe_experts/standard",
+    "rms_norm/standard",
+    "cross_entropy_loss/causal",
+    "load_balancing_loss/standard",
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def on_path():
+    """The specs are found on the path: this package does not depend on the one that holds them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(MODELS)
+        yield
+
+
+@pytest.fixture(scope="module")
+def specs(on_path):
+    return load_specs("opslot_models.patches")
+
+
+@pytest.fixture(scope="module")
+def spec(specs):
+    return next(spec for spec in specs.specs if spec.family == "qwen3_moe")
+
+
+@pytest.fixture(scope="module")
+def source(spec):
+    return read_source(spec.source)
+
+
+@pytest.fixture(scope="module")
+def artifact(spec, source):
+    return build(spec, source, "opslot_models.patches")
+
+
+def test_committed_files_are_fresh():
+    assert cli.main(["check"]) == 0
+
+
+def test_the_inverse_gives_the_installed_bytes(artifact, source):
+    assert restore(artifact.text).encode() == source.path.read_bytes()
+
+
+def test_patch_program(artifact, source, tmp_path):
+    path = tmp_path / source.label
+    path.parent.mkdir(parents=True)
+    shutil.copyfile(source.path, path)
+    subprocess.run(["patch", "-p1"], input=artifact.patch.encode(), cwd=tmp_path, check=True, capture_output=True)
+    assert path.read_bytes() == artifact.text.encode()
+
+
+def test_guards_and_slots(artifact):
+    assert re.findall(r"# opslot: (\S+)$", artifact.text, re.MULTILINE) == GUARDS
+    assert sorted(re.findall(r"^    (\w+)_op = OpSlot\(.*  # opslot$", artifact.text, re.MULTILINE)) == sorted(
+        name.partition("/")[0] for name in GUARDS
+    )
+
+
+def test_a_slot_stands_above_every_guard_that_reads_it(artifact):
+    classes = re.split(r"^(?=class |@)", artifact.text, flags=re.MULTILINE)
+    for part in classes:
+        assert set(re.findall(r"self\.(\w+_op)\.kernel", part)) <= set(
+            re.findall(r"^    (\w+_op) = ", part, re.MULTILINE)
+        )
+
+
+def test_only_imports_and_reindented_lines_are_removed(artifact):
+    removed = [line[1:] for line in artifact.patch.split("\n")[2:] if line.startswith("-")]
+    added = {line[1:] for line in artifact.patch.split("\n")[2:] if line.startswith("+")}
+    for line in removed:
+        assert line.startswith("from .") or not line or f"    {line}" in added
+
+
+def test_signatures_and_docstrings_are_untouched(artifact, source):
+    pattern = re.compile(r'^ *def [^#]*?:$|"""(?:.|\n)*?"""', re.MULTILINE)
+    assert pattern.findall(artifact.text) == pattern.findall(source.text)
+
+
+def test_generation_is_deterministic(specs, tmp_path):
+    code = (
+        "import sys, hashlib; from opslot_patchgen import load_specs, plan; "
+        f"sys.path.insert(0, {str(MODELS)!r}); files = plan(load_specs('opslot_models.patches')).files; "
+        "print(hashlib.sha256(repr(sorted(files.items())).encode()).hexdigest())"
+    )
+    digests = {
+        subprocess.run(
+            [sys.executable, "-c", code], env={"PYTHONHASHSEED": seed}, capture_output=True, text=True, check=True
+        ).stdout
+        for seed in ("1", "2", "3")
+    }
+    assert len(digests) == 1
+
+
+def test_the_source_is_found_without_importing_transformers(specs):
+    code = (
+        "import sys; from opslot_patchgen import cli; "
+        f"sys.path.insert(0, {str(MODELS)!r}); code = cli.main(['check']); "
+        "print(sorted({'torch', 'transformers', 'opslot', 'opslot_models'} & set(sys.modules))); sys.exit(code)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.endswith("[]\n")
+
+
+def test_another_tree_gives_the_same_plan(specs):
+    located = importlib.util.find_spec("transformers")
+    root = Path(located.submodule_search_locations[0]).parent
+    assert plan(specs, root).files == plan(specs).files
+
+
+@pytest.mark.parametrize(
+    "name", ["Qwen3MoeRMSNorm", "self.lm_head", "variance_epsilon", "apply_rotary_pos_emb", "act_fn"]
+)
+def test_a_rename_upstream_is_a_target_gone(name, tmp_path, source, capsys):
+    root = tmp_path / "renamed"
+    path = root / source.label
+    path.parent.mkdir(parents=True)
+    path.write_text(source.text.replace(name, f"{name}_renamed"))
+    shutil.copyfile(source.path.parents[2] / "__init__.py", root / "transformers/__init__.py")
+    assert cli.main(["check", "--source", str(root)]) == 3
+    assert "modeling_qwen3_moe.py" in capsys.readouterr().err
