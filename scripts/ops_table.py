@@ -1,4 +1,4 @@
-"""The README's table of ops and backends, from what is installed.  --check: exit 1 when the README shows another one."""
+"""The README's table of ops and backends, from what is installed. --check: exit 1 if the README shows another."""
 
 import argparse
 import sys

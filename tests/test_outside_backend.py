@@ -26,8 +26,8 @@ def wheels(tmp_path_factory):
 def fresh(tmp_path_factory, wheels):
     """A fresh environment with the wheels, and a folder to run in. Returns a function that runs a command there.
 
-    What is not ours (torch, transformers, pytest, ...) is linked from this environment rather than downloaded again, and
-    pip sees it as installed; with --no-index it proves that what our wheels declare is enough.
+    What is not ours (torch, transformers, pytest, ...) is linked from this environment rather than downloaded again.
+    pip sees it as installed, and --no-index proves that what our wheels declare is enough.
     """
     home = tmp_path_factory.mktemp("fresh")
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", home / "venv"], check=True)

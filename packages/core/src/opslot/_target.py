@@ -58,7 +58,9 @@ def check_kernel(kernel: Any, contract: inspect.Signature, owner: str) -> None:
         raise TargetError(f"{owner}: the signature of {kernel!r} is not readable; wrap it in a function") from error
     problem = _difference(offered, contract)
     if problem:
-        raise TargetError(f"{owner}: {problem}\n  kernel:   {_plain(offered)}\n  contract: {_plain(contract)}")
+        raise TargetError(
+            f"{owner}: {problem}\n  kernel:   {plain_signature(offered)}\n  contract: {plain_signature(contract)}"
+        )
 
 
 def _difference(offered: inspect.Signature, contract: inspect.Signature) -> str:
@@ -87,7 +89,8 @@ def _difference(offered: inspect.Signature, contract: inspect.Signature) -> str:
     return ""
 
 
-def _plain(signature: inspect.Signature) -> str:
+def plain_signature(signature: inspect.Signature) -> str:
+    """The signature without annotations, as a reader wants it."""
     bare = [p.replace(annotation=p.empty) for p in signature.parameters.values()]
     return str(signature.replace(parameters=bare, return_annotation=inspect.Signature.empty))
 

@@ -67,7 +67,18 @@ class _Experts(torch.autograd.Function):
         want_x, _, want_weights, want_gate_up, want_down, _ = ctx.needs_input_grad
         backward = _grouped_backward if ctx.grouped else _loop("backward")
         d_x, d_routing, d_gate_up, d_down = backward(
-            grad.to(x.dtype), x, hidden, token, routing, ends, gate_up, down, want_x, want_weights, want_gate_up, want_down
+            grad.to(x.dtype),
+            x,
+            hidden,
+            token,
+            routing,
+            ends,
+            gate_up,
+            down,
+            want_x,
+            want_weights,
+            want_gate_up,
+            want_down,
         )
         return (
             _sum_choices(d_x, place, x.dtype) if want_x else None,
@@ -88,12 +99,21 @@ def _sum_choices(rows: Tensor, place: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _can_group(x: Tensor, gate_up: Tensor, down: Tensor) -> bool:
-    """Whether torch's grouped_mm has a kernel for these: elsewhere it is a loop that waits for the device."""
-    if x.dtype is not torch.bfloat16 or not _has_grouped_kernel(x.device) or x.shape[0] == 0:
+    """Whether torch's grouped_mm has a kernel for these. Elsewhere it is slower than our loop, or refuses."""
+    if x.shape[0] == 0:
         return False
+    if x.device.type == "cpu":
+        # Its loop over experts is native there. The compiler takes it in bfloat16 alone.
+        native = x.dtype in _GROUPED_ON_CPU and not torch.compiler.is_compiling()
+    else:
+        native = x.dtype is torch.bfloat16 and _has_grouped_kernel(x.device)
     # Rows, and the start of each operand, must be aligned to 16 bytes.
-    aligned = gate_up.shape[2] % 8 == 0 and down.shape[2] % 8 == 0
-    return aligned and all(w.is_contiguous() and w.storage_offset() % 8 == 0 for w in (gate_up, down))
+    unit = 16 // x.element_size()
+    sizes = gate_up.shape[2] % unit == 0 and down.shape[2] % unit == 0
+    return native and sizes and all(w.is_contiguous() and w.storage_offset() % unit == 0 for w in (gate_up, down))
+
+
+_GROUPED_ON_CPU = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def _has_grouped_kernel(device: torch.device) -> bool:
@@ -106,7 +126,7 @@ def _grouped_forward(
     hidden = F.grouped_mm(x[token], gate_up.transpose(1, 2), offs=ends)
     gate, up = hidden.chunk(2, dim=-1)
     # The routing weight goes in before the second product: as exact, and on the smaller matrix.
-    active = (F.silu(gate) * up * routing).to(x.dtype)
+    active = F.silu(gate).mul_(up).mul_(routing)
     result = F.grouped_mm(active, down.transpose(1, 2), offs=ends)
     return hidden, result.masked_fill_(_tail(ends, token), 0)
 
@@ -131,20 +151,20 @@ def _grouped_backward(
     gate, up = hidden.chunk(2, dim=-1)
     silu = F.silu(gate)
     active = silu * up
-    if want_down:
-        d_down = F.grouped_mm(grad.t(), (active * routing).to(grad.dtype), offs=ends)
     if want_x or want_routing or want_gate_up:
         d_active = F.grouped_mm(grad, down, offs=ends)
-        if want_routing:
-            d_routing = (d_active * active).sum(-1, dtype=torch.float32).masked_fill_(_tail(ends, token).squeeze(-1), 0)
-        if want_x or want_gate_up:
-            d_active = (d_active * routing).to(grad.dtype)
-            d_gate = torch.ops.aten.silu_backward(d_active * up, gate)
-            d_hidden = torch.cat((d_gate, d_active * silu), dim=-1)
-            if want_gate_up:
-                d_gate_up = F.grouped_mm(d_hidden.t(), x[token], offs=ends)
-            if want_x:
-                d_x = F.grouped_mm(d_hidden, gate_up, offs=ends).masked_fill_(_tail(ends, token), 0)
+    if want_routing:
+        d_routing = (d_active * active).sum(-1, dtype=routing.dtype).masked_fill_(_tail(ends, token).squeeze(-1), 0)
+    if want_down:
+        d_down = F.grouped_mm(grad.t(), active.mul_(routing), offs=ends)
+    if want_x or want_gate_up:
+        d_up = silu.mul_(d_active.mul_(routing))
+        d_gate = torch.ops.aten.silu_backward(d_active.mul_(up), gate)
+        d_hidden = torch.cat((d_gate, d_up), dim=-1)
+        if want_gate_up:
+            d_gate_up = F.grouped_mm(d_hidden.t(), x[token], offs=ends)
+        if want_x:
+            d_x = F.grouped_mm(d_hidden, gate_up, offs=ends).masked_fill_(_tail(ends, token), 0)
     return d_x, d_routing, d_gate_up, d_down
 
 
@@ -185,11 +205,9 @@ def _loop_backward(
     want_gate_up: bool,
     want_down: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    rows, inner = token.shape[0], down.shape[2]
-    d_x = x.new_empty(rows if want_x else 0, x.shape[1])
-    d_routing = routing.new_empty(rows if want_routing else 0)
-    d_gate_up = gate_up.new_empty(gate_up.shape if want_gate_up else 0)
-    d_down = down.new_empty(down.shape if want_down else 0)
+    wanted = want_x, want_routing, want_gate_up, want_down
+    d_x, d_routing, d_gate_up, d_down = _loop_gradients(x, routing, gate_up, down, *wanted)
+    inner = down.shape[2]
     start = 0
     for expert, end in enumerate(ends.tolist()):
         mine = slice(start, end)
@@ -221,6 +239,26 @@ def _loop_backward(
     return d_x, d_routing, d_gate_up, d_down
 
 
+def _loop_gradients(
+    x: Tensor,
+    routing: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    want_x: bool,
+    want_routing: bool,
+    want_gate_up: bool,
+    want_down: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Memory for the gradients that are wanted, and empty tensors for those that are not."""
+    rows = routing.shape[0]
+    return (
+        x.new_empty(rows if want_x else 0, x.shape[1]),
+        routing.new_empty(rows if want_routing else 0),
+        torch.empty_like(gate_up) if want_gate_up else gate_up.new_empty(0),
+        torch.empty_like(down) if want_down else down.new_empty(0),
+    )
+
+
 # How many rows an expert gets is data, which a compiled graph cannot loop over: there the loop is one opaque operator.
 _loop_forward_op = torch.library.custom_op("opslot_torch::experts_forward", _loop_forward, mutates_args=())
 _loop_backward_op = torch.library.custom_op("opslot_torch::experts_backward", _loop_backward, mutates_args=())
@@ -241,18 +279,9 @@ def _(
     ends: Tensor,
     gate_up: Tensor,
     down: Tensor,
-    want_x: bool,
-    want_routing: bool,
-    want_gate_up: bool,
-    want_down: bool,
+    *wanted: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    rows = token.shape[0]
-    return (
-        x.new_empty(rows if want_x else 0, x.shape[1]),
-        routing.new_empty(rows if want_routing else 0),
-        gate_up.new_empty(gate_up.shape if want_gate_up else 0),
-        down.new_empty(down.shape if want_down else 0),
-    )
+    return _loop_gradients(x, routing, gate_up, down, *wanted)
 
 
 def _loop(name: str) -> Any:

@@ -110,6 +110,7 @@ def samples(device: torch.device | str, dtype: torch.dtype, seed: int) -> Iterat
     ignored = torch.full_like(wanted, -100)
     yield Sample("all ignored", (hidden, weight, ignored))
     yield Sample("all ignored, counted batch", (hidden, weight, ignored), {"num_items_in_batch": 7})
+    yield Sample("all ignored, count zero", (hidden, weight, ignored), {"num_items_in_batch": 0})
     # Sequences of one token have no next one.
     yield Sample(
         "nothing to predict", (leaf(draw.normal(3, 1, 32)), weight, labels(50, 3, 1)), {"num_items_in_batch": 3}

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from opslot import AUTO, BackendRecord, Device, OpContract, OpslotError, Registry, registry
+from opslot._target import plain_signature
 
 EXIT_CODES = "exit codes: 0 done; 1 an error, or a backend that failed to load (backends); 2 wrong usage"
 
@@ -103,7 +104,7 @@ def _explain(options: argparse.Namespace) -> int:
         _print_json(data)
         return 0
     for contract, item in zip(contracts, data, strict=True):
-        print(f"{contract}{contract.signature().replace(return_annotation=contract.signature().empty)}")
+        print(f"{contract}{plain_signature(contract.signature())}")
         print("\n" + "\n".join(f"  {line}".rstrip() for line in contract.doc().splitlines()))
         print(f"\n  config fields: {', '.join(item['fields'])}")
         print(f"  auto on {device}: {item['auto']['kernel']} ({item['auto']['reason']})\n")

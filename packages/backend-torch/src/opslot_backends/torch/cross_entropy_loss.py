@@ -1,0 +1,214 @@
+"""cross_entropy_loss/causal: head and loss over chunks of tokens, so that the logits of all tokens never exist.
+
+Shapes: N rows (tokens), H hidden, V vocabulary.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ._dtypes import matmul_dtype
+
+# Logits that exist at one time, in elements. On the CPU a chunk should stay in the cache; an accelerator needs enough
+# work a launch, and 2 ** 26 elements are 256 MiB in float32.
+_CHUNK_ON_CPU = 2**18
+_CHUNK = 2**26
+
+
+def chunk_loss(
+    hidden_states: Tensor,
+    lm_head_weight: Tensor,
+    labels: Tensor | None,
+    *,
+    num_items_in_batch: int | Tensor | None = None,
+    ignore_index: int = -100,
+    shift_labels: Tensor | None = None,
+    logit_softcap: float | None = None,
+    logit_scale: float | None = None,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """Linear head and cross entropy in chunks. Gradients are made in forward, while a chunk's logits are there.
+
+    They are kept for a loss of weight 1 a token, so that half precision does not lose them in a small 1 / count, and
+    scaled in backward. The gradient of the weight adds up over chunks in float32.
+    """
+    target = _targets(labels, shift_labels, ignore_index).to(hidden_states.device)
+    rows = hidden_states.reshape(-1, hidden_states.shape[-1])
+    if target.shape[0] != rows.shape[0]:
+        raise ValueError(
+            f"cross_entropy_loss/causal: chunk_loss needs one label a row of hidden_states, "
+            f"got {target.shape[0]} labels for {rows.shape[0]} rows"
+        )
+    dtype = matmul_dtype(hidden_states)
+    for name, parameter in (("lm_head_weight", lm_head_weight), ("bias", bias)):
+        if parameter is not None and matmul_dtype(parameter) != dtype:
+            raise ValueError(
+                f"cross_entropy_loss/causal: chunk_loss needs one dtype, got hidden_states {hidden_states.dtype} and "
+                f"{name} {parameter.dtype}"
+            )
+    counted = target != ignore_index
+    loss: Tensor = _Loss.apply(
+        rows,
+        lm_head_weight,
+        bias,
+        target.where(counted, 0),
+        counted,
+        counted.sum() if num_items_in_batch is None else num_items_in_batch,
+        dtype,
+        logit_scale,
+        logit_softcap,
+        torch.is_grad_enabled(),
+    )  # type: ignore[no-untyped-call]
+    return loss
+
+
+def _targets(labels: Tensor | None, shift_labels: Tensor | None, ignore_index: int) -> Tensor:
+    if shift_labels is not None:
+        return shift_labels.reshape(-1)
+    if labels is None:
+        raise ValueError("cross_entropy_loss/causal: give labels, or shift_labels")
+    return torch.nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:].reshape(-1)
+
+
+class _Loss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rows: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        target: Tensor,
+        counted: Tensor,
+        count: int | Tensor,
+        dtype: torch.dtype,
+        scale: float | None,
+        softcap: float | None,
+        recording: bool,
+    ) -> Tensor:
+        wanted = [recording and need for need in ctx.needs_input_grad[:3]]
+        compute = _chunks_op if torch.compiler.is_compiling() else _chunks
+        cast = None if bias is None else bias.to(dtype)
+        total, *gradients = compute(rows.to(dtype), weight.to(dtype), cast, target, counted, scale, softcap, *wanted)
+        if isinstance(count, Tensor):
+            count = count.to(total.device)
+        ctx.save_for_backward(*gradients, counted.any(), torch.as_tensor(count, device=total.device))
+        ctx.wanted = wanted
+        ctx.dtypes = rows.dtype, weight.dtype, dtype if bias is None else bias.dtype
+        return total / count
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        *gradients, any_counted, count = ctx.saved_tensors
+        # With no row to count the loss may be 0 / 0; its gradient is zero all the same.
+        factor = torch.where(any_counted, grad / count, 0.0)
+        scaled = [
+            torch.mul(gradient, factor, out=torch.empty_like(gradient, dtype=dtype)) if wanted else None
+            for gradient, wanted, dtype in zip(gradients, ctx.wanted, ctx.dtypes, strict=True)
+        ]
+        return *scaled, None, None, None, None, None, None, None
+
+
+def _chunks(
+    rows: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    counted: Tensor,
+    scale: float | None,
+    softcap: float | None,
+    want_rows: bool,
+    want_weight: bool,
+    want_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The summed loss, and its gradients where wanted (empty tensors where not)."""
+    total, d_rows, d_weight, d_bias = _outputs(rows, weight, want_rows, want_weight, want_bias)
+    for tensor in (total, d_weight, d_bias):
+        tensor.zero_()
+    for chunk in _slices(rows, weight.shape[0]):
+        x, wanted, counts = rows[chunk], target[chunk].unsqueeze(-1), counted[chunk].unsqueeze(-1)
+        logits = _product(x, weight.t())
+        if bias is not None:
+            logits += bias
+        if scale is not None:
+            logits *= scale
+        if softcap is not None:
+            bent = logits.div_(softcap).tanh_()
+            logits = bent * softcap
+        log_probabilities = torch.log_softmax(logits, dim=-1)
+        del logits
+        total -= log_probabilities.gather(1, wanted).masked_fill_(~counts, 0).sum()
+        if not (want_rows or want_weight or want_bias):
+            continue
+        d_logits = log_probabilities.exp_()
+        d_logits.scatter_add_(1, wanted, torch.full_like(wanted, -1, dtype=d_logits.dtype)).masked_fill_(~counts, 0)
+        if softcap is not None:
+            d_logits *= 1 - bent.square_()
+        if scale is not None:
+            d_logits *= scale
+        if want_bias:
+            d_bias += d_logits.sum(0)
+        d_logits = d_logits.to(rows.dtype)
+        if want_rows:
+            torch.mm(d_logits, weight, out=d_rows[chunk])
+        if want_weight:
+            _add_product(d_weight, d_logits.t(), x)
+    return total, d_rows, d_weight, d_bias
+
+
+def _outputs(
+    rows: Tensor, weight: Tensor, want_rows: bool, want_weight: bool, want_bias: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    exact = torch.promote_types(rows.dtype, torch.float32)
+    return (
+        rows.new_empty((), dtype=exact),
+        rows.new_empty(rows.shape if want_rows else 0),
+        weight.new_empty(weight.shape if want_weight else 0, dtype=exact),
+        weight.new_empty(weight.shape[0] if want_bias else 0, dtype=exact),
+    )
+
+
+def _slices(rows: Tensor, vocabulary: int) -> Iterator[slice]:
+    """As few chunks as the limit allows, of even size."""
+    count = rows.shape[0]
+    limit = _CHUNK_ON_CPU if rows.device.type == "cpu" else _CHUNK
+    chunks = -(-count * vocabulary // limit)
+    size = -(-count // max(1, min(chunks, count)))
+    return (slice(start, min(start + size, count)) for start in range(0, count, max(1, size)))
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b in at least float32. Devices that can add up half precision straight into float32 do."""
+    if a.dtype not in (torch.float16, torch.bfloat16):
+        return a @ b
+    if a.device.type == "cuda":
+        return torch.mm(a, b, out_dtype=torch.float32)
+    return (a @ b).float()
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    if total.dtype == a.dtype:
+        total.addmm_(a, b)
+    else:
+        total += _product(a, b)
+
+
+# A compiled graph would unroll the loop, for one number of tokens.
+_chunks_op = torch.library.custom_op("opslot_torch::linear_cross_entropy", _chunks, mutates_args=())
+
+
+@_chunks_op.register_fake
+def _(
+    rows: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    counted: Tensor,
+    scale: float | None,
+    softcap: float | None,
+    *wanted: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return _outputs(rows, weight, *wanted)

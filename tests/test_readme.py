@@ -1,0 +1,68 @@
+"""What the documentation shows works: its code runs, its commands exist, its table is fresh."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from opslot import OpsConfig, registry
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def blocks(language, text=README):
+    return re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)
+
+
+def test_the_example_runs_and_is_short():
+    (code,) = blocks("python")
+    assert len([line for line in code.splitlines() if line.strip()]) <= 22
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert "moe_experts/standard" in done.stdout
+
+
+def test_the_yaml_is_a_configuration():
+    (text,) = blocks("yaml")
+    assert OpsConfig.parse(yaml.safe_load(text)).select(registry())[("moe_experts", "standard")][0] == "torch"
+
+
+def test_the_two_commands_are_what_ci_runs():
+    commands = [line.removeprefix("$ ") for block in blocks("console") for line in block.splitlines()]
+    assert commands == ["pip install uv && uv run opslot-train", "uv run pytest"]
+    assert (ROOT / ".ci/run").read_text().splitlines()[-1] == commands[-1]
+
+
+def test_the_table_is_fresh():
+    done = subprocess.run([sys.executable, "scripts/ops_table.py", "--check"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("command", re.findall(r"`(opslot(?:-train|-patchgen)? [a-z]+[^`]*)`", README))
+def test_every_command_in_the_text_parses(command):
+    import importlib
+
+    name, *arguments = command.split()
+    modules = {"opslot": "opslot.tools.cli", "opslot-train": "opslot_models.train.cli"}
+    arguments = [argument for argument in arguments if argument.islower() or argument.startswith("--")]
+    parser = importlib.import_module(modules[name])._parser()
+    if name == "opslot":
+        parser.parse_args(arguments)
+    else:
+        assert {a for a in arguments if a.startswith("--")} <= set(parser._option_string_actions)
+
+
+def test_own_model_is_short_and_runs():
+    path = ROOT / "examples/own_model.py"
+    assert len(path.read_text().splitlines()) <= 40
+    assert "transformers" not in path.read_text().replace("without transformers", "")
+    subprocess.run([sys.executable, path], check=True, capture_output=True, timeout=300)
+
+
+def test_every_relative_link_of_the_documentation_leads_somewhere():
+    for page in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("packages/*/README.md")]:
+        for target in re.findall(r"\]\((?!http)([^)#]+)", page.read_text(encoding="utf-8")):
+            assert (page.parent / target).exists(), f"{page.name}: {target}"
