@@ -57,7 +57,9 @@ def test_rebinding_compiles_once_more_and_the_way_back_is_free(config, batch):
 
 
 def test_layers_compiled_one_by_one_share_their_graphs(config, batch):
-    model = build_foundation_model(config(num_hidden_layers=6, mlp_only_layers=[], output_router_logits=False), "auto", device="cpu")
+    model = build_foundation_model(
+        config(num_hidden_layers=6, mlp_only_layers=[], output_router_logits=False), "auto", device="cpu"
+    )
     counter = CompileCounterWithBackend("eager")
     for layer in model.model.layers:
         layer.compile(backend=counter, fullgraph=True)

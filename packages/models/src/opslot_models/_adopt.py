@@ -45,8 +45,9 @@ def adopt(
     config = OpsConfig.parse(ops)
     swapped = swap_classes(model)
     left = tuple(_left(model))
-    if config.attn_implementation is not None and hasattr(model, "set_attn_implementation"):
-        model.set_attn_implementation(config.attn_implementation)
+    set_attention: Any = getattr(model, "set_attn_implementation", None)
+    if config.attn_implementation is not None and set_attention is not None:
+        set_attention(config.attn_implementation)
     if not swapped and not any(_is_generated(module) for module in model.modules()):
         raise BindError(
             f"{type(model).__name__} has no module of a generated family; there are: {', '.join(families())}"
@@ -60,7 +61,7 @@ def _is_generated(module: torch.nn.Module) -> bool:
 
 def _left(model: torch.nn.Module) -> list[str]:
     """Modules that upstream's modeling code, or a subclass of it, still runs."""
-    names = {}
+    names: dict[str, None] = {}
     for name, module in model.named_modules():
         for cls in type(module).__mro__:
             if cls.__module__.startswith("transformers.models.") and ".modeling_" in cls.__module__:

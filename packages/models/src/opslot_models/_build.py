@@ -37,13 +37,15 @@ def build_foundation_model(
         kwargs["attn_implementation"] = ops.attn_implementation
     if dtype is not None:
         kwargs["dtype"] = dtype
+    model: Any
     if isinstance(config_or_path, PreTrainedConfig):
         model = _model_class(config_or_path, architecture)._from_config(config_or_path, **kwargs)
     else:
         config = AutoConfig.from_pretrained(config_or_path)
         model = _load(_model_class(config, architecture), str(config_or_path), kwargs)
     model.opslot_binding = bind(model, ops, device=device)
-    return model
+    built: PreTrainedModel = model
+    return built
 
 
 def _model_class(config: PreTrainedConfig, architecture: str | None) -> type[PreTrainedModel]:
@@ -59,7 +61,8 @@ def _model_class(config: PreTrainedConfig, architecture: str | None) -> type[Pre
 
 
 def _load(cls: type[PreTrainedModel], path: str, kwargs: dict[str, Any]) -> PreTrainedModel:
-    model, info = cls.from_pretrained(path, output_loading_info=True, **kwargs)
+    load: Any = cls.from_pretrained
+    model, info = load(path, output_loading_info=True, **kwargs)
     problems = {kind: info[kind] for kind in ("missing_keys", "mismatched_keys") if info.get(kind)}
     if problems:
         detail = "; ".join(f"{kind.replace('_', ' ')}: {_some(keys)}" for kind, keys in problems.items())

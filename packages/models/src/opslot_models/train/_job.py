@@ -44,41 +44,39 @@ class Run:
     """One training run: the loss of every step, the seconds of all steps but the first, which warms up."""
 
     model: PreTrainedModel
+    binding: Binding
     losses: list[float]
     seconds_per_step: float
 
-    @property
-    def binding(self) -> Binding:
-        binding: Binding = self.model.opslot_binding
-        return binding
-
 
 def demo_config(sequence_length: int) -> PreTrainedConfig:
-    return Qwen3MoeConfig(
-        vocab_size=256,
-        hidden_size=128,
-        intermediate_size=512,
-        moe_intermediate_size=256,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        num_experts=8,
-        num_experts_per_tok=2,
+    fields = {
+        "vocab_size": 256,
+        "hidden_size": 128,
+        "intermediate_size": 512,
+        "moe_intermediate_size": 256,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
         # One dense layer, so that every op of the family runs.
-        mlp_only_layers=[0],
-        output_router_logits=True,
-        max_position_embeddings=max(sequence_length, 128),
-        bos_token_id=None,
-        eos_token_id=None,
-        tie_word_embeddings=False,
-    )
+        "mlp_only_layers": [0],
+        "output_router_logits": True,
+        "max_position_embeddings": max(sequence_length, 128),
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "tie_word_embeddings": False,
+    }
+    return Qwen3MoeConfig(**fields)
 
 
 def train(job: Job, ops: OpsConfig, windows: Windows, title: str) -> Run:
     """Train from the job's seed. The same job with other kernels sees the same weights and batches."""
     torch.manual_seed(job.seed)
     model = build_foundation_model(job.source(), ops, dtype=job.dtype)
+    binding: Binding = vars(model)["opslot_binding"]
     record = _Record()
     trainer = Trainer(
         model=model,
@@ -96,15 +94,15 @@ def train(job: Job, ops: OpsConfig, windows: Windows, title: str) -> Run:
             dataloader_pin_memory=torch.accelerator.is_available(),
         ),
         train_dataset=windows,
-        callbacks=[_SameOnAllRanks(model.opslot_binding), record],
+        callbacks=[_SameOnAllRanks(binding), record],
     )
     trainer.remove_callback(ProgressCallback)
     trainer.add_callback(_Bar(title))
     trainer.train()
-    problems = model.opslot_binding.verify()
+    problems = binding.verify()
     if problems:
         raise BindError("kernels were lost during training: " + "; ".join(problems))
-    return Run(model, record.losses, record.seconds_per_step())
+    return Run(model, binding, record.losses, record.seconds_per_step())
 
 
 def reload_difference(run: Run, checkpoint: Path, windows: Windows) -> dict[str, float]:
@@ -112,7 +110,8 @@ def reload_difference(run: Run, checkpoint: Path, windows: Windows) -> dict[str,
 
     "unbound": of the same model with its kernels taken out, which runs upstream's own code. "bound": with them.
     """
-    stock = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=run.model.dtype).to(run.model.device).eval()
+    stock: Any = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=run.model.dtype)
+    stock.to(run.model.device).eval()
     tokens = windows[0]["input_ids"][None].to(run.model.device)
     run.model.eval()
     with torch.no_grad():

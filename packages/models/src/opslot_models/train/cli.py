@@ -4,6 +4,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 from opslot import OpsConfig, OpslotError
@@ -43,6 +44,9 @@ def _parser() -> argparse.ArgumentParser:
 def _run(options: argparse.Namespace) -> int:
     # Judged before torch and transformers take their seconds to import.
     ops = OpsConfig.parse(options.ops)
+    missing = [name for name in ("accelerate", "matplotlib") if find_spec(name) is None]
+    if missing:
+        raise OpslotError(f"{' and '.join(missing)} not installed: pip install 'opslot-models[train]'")
 
     import torch
     from transformers import AutoTokenizer
