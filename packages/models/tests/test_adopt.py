@@ -45,8 +45,7 @@ print(len(out.router_logits), out.aux_loss.item(), out.loss.item())
 """
 
 
-@pytest.mark.parametrize("before", ["", "model(tokens, labels=tokens)"], ids=["new", "after a forward"])
-@pytest.mark.parametrize("ops", ["eager", "auto"])
+@pytest.mark.parametrize(("before", "ops"), [("", "auto"), ("model(tokens, labels=tokens)", "eager")])
 def test_router_logits_are_recorded_in_a_process_that_never_built_a_generated_model(before, ops):
     """transformers finds what to record by class, in a registry that only its own __init__ fills."""
     code = FRESH.format(before=before, ops=ops)

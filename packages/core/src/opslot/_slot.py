@@ -2,7 +2,6 @@
 
 import functools
 import inspect
-import operator
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -146,8 +145,6 @@ def guard_forward(slot: str, *attributes: str) -> Callable[[_Class], _Class]:
 
     def decorate(cls: _Class) -> _Class:
         upstream = cls.forward  # type: ignore[attr-defined]
-        # One C call for all attributes; a loop in Python costs more than the rest of the guard.
-        read = operator.attrgetter(*attributes) if len(attributes) > 1 else lambda self: (getattr(self, attributes[0]),)
 
         @functools.wraps(upstream)
         def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -156,7 +153,9 @@ def guard_forward(slot: str, *attributes: str) -> Callable[[_Class], _Class]:
                 return upstream(self, *args, **kwargs)
             if kwargs:
                 args = inspect.signature(upstream).bind(self, *args, **kwargs).args[1:]
-            return kernel(*args, *read(self))
+            for attribute in attributes:
+                args += (getattr(self, attribute),)
+            return kernel(*args)
 
         cls.forward = forward  # type: ignore[attr-defined]
         return cls

@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+from ._autograd import first_order, matmul_dtype
 
-from ._dtypes import matmul_dtype
 
-# Logits that exist at one time, in elements. On the CPU a chunk should stay in the cache; an accelerator needs enough
-# work a launch, and 2 ** 26 elements are 256 MiB in float32.
-_CHUNK_ON_CPU = 2**18
-_CHUNK = 2**26
+# Logits that exist at one time: on the CPU a chunk should stay in the cache, an accelerator needs enough work a launch.
+_LOGITS_ON_CPU = 2**20
+_LOGITS = 2**26
+# Each chunk reads and writes the gradient of the whole weight once, which fewer rows would not be worth.
+_LEAST_ROWS = 512
 
 
 def chunk_loss(
@@ -100,7 +100,7 @@ class _Loss(torch.autograd.Function):
         return total / count
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         *gradients, any_counted, count = ctx.saved_tensors
         # With no row to count the loss may be 0 / 0; its gradient is zero all the same.
@@ -129,7 +129,7 @@ def _chunks(
     for tensor in (total, d_weight, d_bias):
         tensor.zero_()
     for chunk in _slices(rows, weight.shape[0]):
-        x, wanted, counts = rows[chunk], target[chunk].unsqueeze(-1), counted[chunk].unsqueeze(-1)
+        x, wanted = rows[chunk], target[chunk].unsqueeze(-1)
         logits = _product(x, weight.t())
         if bias is not None:
             logits += bias
@@ -140,11 +140,12 @@ def _chunks(
             logits = bent * softcap
         log_probabilities = torch.log_softmax(logits, dim=-1)
         del logits
-        total -= log_probabilities.gather(1, wanted).masked_fill_(~counts, 0).sum()
+        total -= log_probabilities.gather(1, wanted).squeeze(-1).masked_fill(~counted[chunk], 0).sum()
         if not (want_rows or want_weight or want_bias):
             continue
         d_logits = log_probabilities.exp_()
-        d_logits.scatter_add_(1, wanted, torch.full_like(wanted, -1, dtype=d_logits.dtype)).masked_fill_(~counts, 0)
+        d_logits.scatter_add_(1, wanted, torch.full_like(wanted, -1, dtype=d_logits.dtype))
+        _clear_rows(d_logits, ~counted[chunk])
         if softcap is not None:
             d_logits *= 1 - bent.square_()
         if scale is not None:
@@ -172,12 +173,20 @@ def _outputs(
 
 
 def _slices(rows: Tensor, vocabulary: int) -> Iterator[slice]:
-    """As few chunks as the limit allows, of even size."""
+    """As few chunks as the limits allow, of even size."""
     count = rows.shape[0]
-    limit = _CHUNK_ON_CPU if rows.device.type == "cpu" else _CHUNK
-    chunks = -(-count * vocabulary // limit)
-    size = -(-count // max(1, min(chunks, count)))
+    logits = _LOGITS_ON_CPU if rows.device.type == "cpu" else _LOGITS
+    most = max(_LEAST_ROWS, logits // vocabulary)
+    chunks = max(1, -(-count // most))
+    size = -(-count // chunks)
     return (slice(start, min(start + size, count)) for start in range(0, count, max(1, size)))
+
+
+def _clear_rows(matrix: Tensor, which: Tensor) -> None:
+    if matrix.device.type == "cpu":
+        matrix.index_fill_(0, which.nonzero().squeeze(-1), 0)  # touches these rows only
+    else:
+        matrix.masked_fill_(which.unsqueeze(-1), 0)  # does not wait for the device
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:

@@ -10,9 +10,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+from ._autograd import first_order, matmul_dtype
 
-from ._dtypes import matmul_dtype
 
 
 def moe_experts(
@@ -61,7 +60,7 @@ class _Experts(torch.autograd.Function):
         return _sum_choices(result, place, out_dtype)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, token, place, routing, ends, gate_up, down, hidden = ctx.saved_tensors
         want_x, _, want_weights, want_gate_up, want_down, _ = ctx.needs_input_grad

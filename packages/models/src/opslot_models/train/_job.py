@@ -24,7 +24,7 @@ from ._text import Windows
 
 @dataclass(frozen=True)
 class Job:
-    """What to train. `model` is a checkpoint, or None for a new byte-level Qwen3-MoE of 3.6 million parameters."""
+    """What to train. `model` is a checkpoint, or None for a new byte-level Qwen3-MoE of 2.8 million parameters."""
 
     model: str | None
     output: Path
@@ -50,7 +50,7 @@ class Run:
 
 
 def demo_config(sequence_length: int) -> PreTrainedConfig:
-    fields = {
+    fields: dict[str, Any] = {
         "vocab_size": 256,
         "hidden_size": 128,
         "intermediate_size": 512,

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from opslot import OpslotError
+from transformers import AutoConfig, AutoTokenizer
 
 
 def read_text(path: str | None) -> str:
@@ -17,6 +18,19 @@ def read_text(path: str | None) -> str:
     from pydoc_data.topics import topics
 
     return "\n\n".join(topics[name] for name in sorted(topics))
+
+
+def tokenizer_of(model: str) -> Any | None:
+    """The tokenizer of a checkpoint; None for a folder without one whose vocabulary is the 256 bytes."""
+    folder = Path(model)
+    if not folder.is_dir() or list(folder.glob("tokenizer*")):
+        return AutoTokenizer.from_pretrained(model)
+    vocabulary = AutoConfig.from_pretrained(model).get_text_config().vocab_size
+    if vocabulary != 256:
+        raise OpslotError(
+            f"--model {model}: no tokenizer in this folder, and {vocabulary} tokens are not the 256 bytes"
+        )
+    return None
 
 
 def encode(text: str, tokenizer: Any | None) -> torch.Tensor:

@@ -24,7 +24,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="opslot-train",
         description="Train a causal language model with the kernels of your choice. Without options: a byte-level "
-        "Qwen3-MoE of 3.6 million parameters on the English text that ships with Python, on the device that is "
+        "Qwen3-MoE of 2.8 million parameters on the English text that ships with Python, on the device that is "
         "present, beside the same run without any kernel. Starts under torchrun too.",
     )
     parser.add_argument("--model", help="checkpoint folder or hub name (default: a new small Qwen3-MoE)")
@@ -49,11 +49,10 @@ def _run(options: argparse.Namespace) -> int:
         raise OpslotError(f"{' and '.join(missing)} not installed: pip install 'opslot-models[train]'")
 
     import torch
-    from transformers import AutoTokenizer
 
     from ._job import Job, reload_difference, train
     from ._report import draw_losses, machine, write_json
-    from ._text import Windows, encode, read_text
+    from ._text import Windows, encode, read_text, tokenizer_of
 
     job = Job(
         model=options.model,
@@ -65,7 +64,7 @@ def _run(options: argparse.Namespace) -> int:
         seed=options.seed,
         dtype=getattr(torch, options.dtype),
     )
-    tokenizer = None if job.model is None else AutoTokenizer.from_pretrained(job.model)
+    tokenizer = None if job.model is None else tokenizer_of(job.model)
     windows = Windows(encode(read_text(options.data), tokenizer), job.sequence_length)
     first = int(os.environ.get("RANK", "0")) == 0  # set by torchrun
     checkpoint = job.output / "checkpoint"

@@ -1,0 +1,40 @@
+"""What the custom autograd functions of this backend share."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Backward = Callable[..., Tensor | tuple[Tensor | None, ...]]
+
+
+def matmul_dtype(tensor: Tensor) -> torch.dtype:
+    """The dtype in which a linear layer would take `tensor`: autocast's where that is on, else its own.
+
+    A custom autograd function hides its products from autocast, so the kernels cast as autocast would have.
+    """
+    kind = tensor.device.type
+    # Autocast leaves float64 alone.
+    if torch.is_autocast_enabled(kind) and tensor.dtype is not torch.float64:
+        return torch.get_autocast_dtype(kind)
+    return tensor.dtype
+
+
+def first_order(backward: Backward) -> Backward:
+    """A backward that refuses `create_graph=True`.
+
+    torch's `once_differentiable` refuses only when the incoming gradient itself requires one. When that is a constant,
+    as below a loss, a second derivative silently lacks the share of this function.
+    """
+
+    @functools.wraps(backward)
+    def checked(ctx: Any, *gradients: Tensor) -> Tensor | tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                f"{backward.__module__} has no second derivative (create_graph=True): choose eager for this op"
+            )
+        return backward(ctx, *gradients)
+
+    return checked
