@@ -106,7 +106,8 @@ def cases(args: argparse.Namespace) -> Iterator[Case]:
         )  # fmt: skip
 
     for words in (vocabulary, 32 * vocabulary):
-        states, head, labels = leaf(batch, length, hidden), leaf(words, hidden), torch.randint(words, (batch, length))
+        states, labels = leaf(batch, length, hidden), torch.randint(words, (batch, length))
+        head = torch.nn.Linear(hidden, words, bias=False).weight
         yield Case(
             "cross_entropy_loss", "causal", "chunk_loss", f"{tokens}x{hidden}, vocabulary {words}", [states, head],
             lambda states=states, head=head, labels=labels: ForCausalLMLoss(

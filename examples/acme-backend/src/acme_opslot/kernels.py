@@ -21,7 +21,7 @@ class _RMSNorm(torch.autograd.Function):
         normalised = x.float() * rstd
         scaled = (grad * weight).to(x.dtype).float()
         grad_x = rstd * (scaled - normalised * (scaled * normalised).mean(-1, keepdim=True))
-        grad_weight = (grad * normalised.to(x.dtype)).float().flatten(0, -2).sum(0)
+        grad_weight = (grad * normalised.to(x.dtype)).float().reshape(-1, x.shape[-1]).sum(0)
         return grad_x.to(x.dtype), grad_weight.to(weight.dtype), None
 
 

@@ -56,7 +56,7 @@ def chunk_loss(
         bias,
         target.where(counted, 0),
         counted,
-        counted.sum() if num_items_in_batch is None else num_items_in_batch,
+        num_items_in_batch,
         dtype,
         logit_scale,
         logit_softcap,
@@ -82,7 +82,7 @@ class _Loss(torch.autograd.Function):
         bias: Tensor | None,
         target: Tensor,
         counted: Tensor,
-        count: int | Tensor,
+        num_items: int | Tensor | None,
         dtype: torch.dtype,
         scale: float | None,
         softcap: float | None,
@@ -92,9 +92,9 @@ class _Loss(torch.autograd.Function):
         compute = _chunks_op if torch.compiler.is_compiling() else _chunks
         cast = None if bias is None else bias.to(dtype)
         total, *gradients = compute(rows.to(dtype), weight.to(dtype), cast, target, counted, scale, softcap, *wanted)
-        if isinstance(count, Tensor):
-            count = count.to(total.device)
-        ctx.save_for_backward(*gradients, counted.any(), torch.as_tensor(count, device=total.device))
+        rows_counted = counted.sum()
+        count = rows_counted if num_items is None else torch.as_tensor(num_items, device=total.device)
+        ctx.save_for_backward(*gradients, rows_counted, count)
         ctx.wanted = wanted
         ctx.dtypes = rows.dtype, weight.dtype, dtype if bias is None else bias.dtype
         return total / count
@@ -102,9 +102,9 @@ class _Loss(torch.autograd.Function):
     @staticmethod
     @first_order
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        *gradients, any_counted, count = ctx.saved_tensors
+        *gradients, rows_counted, count = ctx.saved_tensors
         # With no row to count the loss may be 0 / 0; its gradient is zero all the same.
-        factor = torch.where(any_counted, grad / count, 0.0)
+        factor = torch.where(rows_counted > 0, grad / count, 0.0)
         scaled = [
             torch.mul(gradient, factor, out=torch.empty_like(gradient, dtype=dtype)) if wanted else None
             for gradient, wanted, dtype in zip(gradients, ctx.wanted, ctx.dtypes, strict=True)

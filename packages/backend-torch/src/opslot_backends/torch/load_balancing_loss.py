@@ -36,32 +36,45 @@ def load_balancing_loss(
 class _Balance(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, num_experts: int, top_k: int, weights: Tensor | None, *layers: Tensor) -> Tensor:
-        probabilities = _probabilities(layers)
-        chosen = torch.zeros_like(probabilities).scatter_(1, probabilities.topk(top_k, dim=-1).indices, 1)
+        logits = _stack(layers)
+        largest, selected = logits.topk(top_k, dim=-1)
+        peak = largest[:, :1]
+        probabilities = _softmax(logits, peak)
+        chosen = torch.zeros_like(logits).scatter_(1, selected, 1)
         if weights is None:
-            rows: int | Tensor = probabilities.shape[0]
+            rows: int | Tensor = logits.shape[0]
             counts, sums = chosen.sum(0), probabilities.sum(0)
         else:
-            weights = weights.to(probabilities.dtype)
+            weights = weights.to(logits.dtype)
             rows = weights.sum()
             counts, sums = weights @ chosen, weights @ probabilities
         slope = counts / rows / rows * num_experts
-        ctx.save_for_backward(slope, weights, *layers)
+        ctx.save_for_backward(slope, weights, peak, *layers)
         return slope @ sums
 
     @staticmethod
     @first_order
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        slope, weights, *layers = ctx.saved_tensors
+        slope, weights, peak, *layers = ctx.saved_tensors
         slope = slope * grad
-        probabilities = _probabilities(layers)
-        d_logits = probabilities.mul_(slope - (probabilities @ slope).unsqueeze(-1))
+        probabilities = _softmax(_stack(layers), peak)
+        d_logits = probabilities * (slope - (probabilities @ slope).unsqueeze(-1))
         if weights is not None:
-            d_logits.mul_(weights.unsqueeze(-1))
+            d_logits *= weights.unsqueeze(-1)
         parts = d_logits.split([logits.shape[0] for logits in layers])
-        return None, None, None, *(part.to(logits.dtype) for part, logits in zip(parts, layers, strict=True))
+        wanted = ctx.needs_input_grad[3:]
+        gradients = [
+            part.to(logits.dtype) if want else None for part, logits, want in zip(parts, layers, wanted, strict=True)
+        ]
+        return None, None, None, *gradients
 
 
-def _probabilities(layers: Any) -> Tensor:
+def _stack(layers: Any) -> Tensor:
     logits = torch.cat(tuple(layers))
-    return torch.softmax(logits, dim=-1, dtype=torch.promote_types(logits.dtype, torch.float32))
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+
+def _softmax(logits: Tensor, peak: Tensor) -> Tensor:
+    """softmax, told each row's maximum: torch's own is slow on rows as short as these."""
+    exponentials = (logits - peak).exp_()
+    return exponentials.div_(exponentials.sum(-1, keepdim=True))
