@@ -8,6 +8,7 @@ import argparse
 import json
 import platform
 import timeit
+from datetime import date
 from pathlib import Path
 
 import torch
@@ -112,7 +113,12 @@ def main() -> None:
         print(f"{name:24} {value:7.1f}")
     if options.json:
         machine = {"python": platform.python_version(), "torch": torch.__version__, "processor": platform.processor()}
-        data = {"command": "python benchmarks/guard_cost.py", "machine": machine, "figures": figures}
+        data = {
+            "command": "python benchmarks/guard_cost.py --json FILE",
+            "date": date.today().isoformat(),
+            "machine": machine,
+            "figures": figures,
+        }
         options.json.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
 
 

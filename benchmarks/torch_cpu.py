@@ -18,12 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from opslot import registry
 from torch import Tensor
 from transformers import Qwen3MoeConfig
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.models.qwen3_moe import modeling_qwen3_moe as upstream
-
-from opslot import registry
 
 
 @dataclass(frozen=True)

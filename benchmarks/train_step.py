@@ -11,6 +11,7 @@ import gc
 import json
 import platform
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from datetime import date
@@ -134,7 +135,7 @@ def main() -> None:
     print(f"floor: {floor:.1f} ms ({rate:.0f} TFLOP/s dense)\n{binding}")
     if options.json:
         data = {
-            "command": "python benchmarks/train_step.py",
+            "command": f"python benchmarks/train_step.py {' '.join(sys.argv[1:])}",
             "date": date.today().isoformat(),
             "device": torch.cuda.get_device_name(),
             "versions": {

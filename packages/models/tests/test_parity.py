@@ -21,7 +21,7 @@ HEADS = {
 def both(config, architecture="Qwen3MoeForCausalLM", ops="eager"):
     """The same model from upstream's class and from ours."""
     torch.manual_seed(0)
-    upstream = getattr(transformers, architecture)(config)
+    upstream = getattr(transformers, architecture)._from_config(config)
     torch.manual_seed(0)
     return upstream, build_foundation_model(config, ops, architecture=architecture, device="cpu")
 

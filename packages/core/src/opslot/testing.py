@@ -116,11 +116,13 @@ class _Case:
         exact = self._run(self.reference, leaves, _exactly)
         eager = self._run(self.reference, leaves)
         run = self._run(self.kernel, leaves)
+        self._check_unchanged(given, before, "forward")
         self._check_outputs(run, eager, exact, "")
         if any(_is_tensor(output) and output.requires_grad for output in eager.outputs):
             for layout, incoming in self._incoming(eager.outputs):
                 expected = exact.gradients([None if g is None else _exactly(g) for g in incoming])
                 self._check_gradients(run, incoming, expected, f"incoming gradient {layout}")
+                self._check_unchanged(given, before, "backward")
                 if layout == "random" and len(leaves) > 1:
                     for name in leaves:
                         only = self._run(self.kernel, [name])
@@ -129,10 +131,14 @@ class _Case:
             with mode():
                 without = self._run(self.kernel, [])
                 self._check_outputs(without, self._run(self.reference, []), exact, f" under {mode.__name__}")
+        self._check_unchanged(given, before, "a call without gradients")
+
+    def _check_unchanged(self, given: Mapping[str, torch.Tensor], before: Mapping[str, torch.Tensor], by: str) -> None:
+        import torch
 
         for name, tensor in given.items():
             if not torch.equal(_bytes(tensor), before[name]):
-                self._fail(f"the argument {name} was changed")
+                self._fail(f"the argument {name} was changed by {by}")
 
     def _arguments(self) -> Mapping[str, Any]:
         return self.contract.signature().bind(*self.sample.args, **self.sample.kwargs).arguments

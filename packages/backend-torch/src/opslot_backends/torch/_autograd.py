@@ -23,10 +23,11 @@ def matmul_dtype(tensor: Tensor) -> torch.dtype:
 
 
 def first_order(backward: Backward) -> Backward:
-    """A backward that refuses `create_graph=True`.
+    """A backward without autocast, which refuses `create_graph=True`.
 
-    torch's `once_differentiable` refuses only when the incoming gradient itself requires one. When that is a constant,
-    as below a loss, a second derivative silently lacks the share of this function.
+    Forward has chosen its dtypes, and backward keeps to them wherever it is called. As for second derivatives, torch's
+    `once_differentiable` refuses only when the incoming gradient itself requires one. When that is a constant, as below
+    a loss, a second derivative silently lacks the share of this function.
     """
 
     @functools.wraps(backward)
@@ -35,6 +36,7 @@ def first_order(backward: Backward) -> Backward:
             raise RuntimeError(
                 f"{backward.__module__} has no second derivative (create_graph=True): choose eager for this op"
             )
-        return backward(ctx, *gradients)
+        with torch.autocast(gradients[0].device.type, enabled=False):
+            return backward(ctx, *gradients)
 
     return checked

@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from ._autograd import first_order, matmul_dtype
+from torch.nn.functional import nll_loss, pad
 
+from ._autograd import first_order, matmul_dtype
 
 # Logits that exist at one time: on the CPU a chunk should stay in the cache, an accelerator needs enough work a launch.
 _LOGITS_ON_CPU = 2**20
@@ -49,13 +50,12 @@ def chunk_loss(
                 f"cross_entropy_loss/causal: chunk_loss needs one dtype, got hidden_states {hidden_states.dtype} and "
                 f"{name} {parameter.dtype}"
             )
-    counted = target != ignore_index
     loss: Tensor = _Loss.apply(
         rows,
         lm_head_weight,
         bias,
-        target.where(counted, 0),
-        counted,
+        target,
+        ignore_index,
         num_items_in_batch,
         dtype,
         logit_scale,
@@ -70,7 +70,7 @@ def _targets(labels: Tensor | None, shift_labels: Tensor | None, ignore_index: i
         return shift_labels.reshape(-1)
     if labels is None:
         raise ValueError("cross_entropy_loss/causal: give labels, or shift_labels")
-    return torch.nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:].reshape(-1)
+    return pad(labels, (0, 1), value=ignore_index)[..., 1:].reshape(-1)
 
 
 class _Loss(torch.autograd.Function):
@@ -81,7 +81,7 @@ class _Loss(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         target: Tensor,
-        counted: Tensor,
+        ignore_index: int,
         num_items: int | Tensor | None,
         dtype: torch.dtype,
         scale: float | None,
@@ -91,8 +91,10 @@ class _Loss(torch.autograd.Function):
         wanted = [recording and need for need in ctx.needs_input_grad[:3]]
         compute = _chunks_op if torch.compiler.is_compiling() else _chunks
         cast = None if bias is None else bias.to(dtype)
-        total, *gradients = compute(rows.to(dtype), weight.to(dtype), cast, target, counted, scale, softcap, *wanted)
-        rows_counted = counted.sum()
+        total, *gradients = compute(
+            rows.to(dtype), weight.to(dtype), cast, target, ignore_index, scale, softcap, *wanted
+        )
+        rows_counted = (target != ignore_index).sum()
         count = rows_counted if num_items is None else torch.as_tensor(num_items, device=total.device)
         ctx.save_for_backward(*gradients, rows_counted, count)
         ctx.wanted = wanted
@@ -117,7 +119,7 @@ def _chunks(
     weight: Tensor,
     bias: Tensor | None,
     target: Tensor,
-    counted: Tensor,
+    ignore_index: int,
     scale: float | None,
     softcap: float | None,
     want_rows: bool,
@@ -129,7 +131,7 @@ def _chunks(
     for tensor in (total, d_weight, d_bias):
         tensor.zero_()
     for chunk in _slices(rows, weight.shape[0]):
-        x, wanted = rows[chunk], target[chunk].unsqueeze(-1)
+        x, wanted = rows[chunk], target[chunk]
         logits = _product(x, weight.t())
         if bias is not None:
             logits += bias
@@ -140,12 +142,14 @@ def _chunks(
             logits = bent * softcap
         log_probabilities = torch.log_softmax(logits, dim=-1)
         del logits
-        total -= log_probabilities.gather(1, wanted).squeeze(-1).masked_fill(~counted[chunk], 0).sum()
+        total += nll_loss(log_probabilities, wanted, ignore_index=ignore_index, reduction="sum")
         if not (want_rows or want_weight or want_bias):
             continue
         d_logits = log_probabilities.exp_()
-        d_logits.scatter_add_(1, wanted, torch.full_like(wanted, -1, dtype=d_logits.dtype))
-        _clear_rows(d_logits, ~counted[chunk])
+        ignored = wanted == ignore_index
+        ones = torch.ones_like(wanted, dtype=d_logits.dtype).unsqueeze(-1)
+        d_logits.scatter_add_(1, wanted.masked_fill(ignored, 0).unsqueeze(-1), ones.neg_())
+        _clear_rows(d_logits, ignored)
         if softcap is not None:
             d_logits *= 1 - bent.square_()
         if scale is not None:
@@ -215,7 +219,7 @@ def _(
     weight: Tensor,
     bias: Tensor | None,
     target: Tensor,
-    counted: Tensor,
+    ignore_index: int,
     scale: float | None,
     softcap: float | None,
     *wanted: bool,

@@ -47,10 +47,11 @@ class _Balance(torch.autograd.Function):
         else:
             weights = weights.to(logits.dtype)
             rows = weights.sum()
-            counts, sums = weights @ chosen, weights @ probabilities
+            # Not as matrix products, which autocast would make in half precision.
+            counts, sums = ((each * weights.unsqueeze(-1)).sum(0) for each in (chosen, probabilities))
         slope = counts / rows / rows * num_experts
         ctx.save_for_backward(slope, weights, peak, *layers)
-        return slope @ sums
+        return (slope * sums).sum()
 
     @staticmethod
     @first_order

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from ._autograd import first_order, matmul_dtype
 
+from ._autograd import first_order, matmul_dtype
 
 
 def moe_experts(
@@ -109,14 +109,19 @@ def _can_group(x: Tensor, gate_up: Tensor, down: Tensor) -> bool:
     # Rows, and the start of each operand, must be aligned to 16 bytes.
     unit = 16 // x.element_size()
     sizes = gate_up.shape[2] % unit == 0 and down.shape[2] % unit == 0
-    return native and sizes and all(w.is_contiguous() and w.storage_offset() % unit == 0 for w in (gate_up, down))
+    if not (native and sizes and gate_up.is_contiguous() and down.is_contiguous()):
+        return False
+    # The compiler cannot trace an offset. Parameters have none, and grouped_mm refuses what is not aligned.
+    return torch.compiler.is_compiling() or all(w.storage_offset() % unit == 0 for w in (gate_up, down))
 
 
 _GROUPED_ON_CPU = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def _has_grouped_kernel(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device)[0] in (9, 10)
+    return (
+        device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device)[0] in (9, 10)
+    )
 
 
 def _grouped_forward(

@@ -26,8 +26,9 @@ class _RMSNorm(torch.autograd.Function):
         square = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=exact).square_()
         scale = square.div_(x.shape[-1]).add_(eps).rsqrt_()
         ctx.save_for_backward(x, weight, scale)
-        normal = (x * scale).to(x.dtype)
-        return normal.mul_(weight) if weight.dtype == x.dtype else normal * weight
+        normal: Tensor = (x * scale).to(x.dtype)
+        # Not in place: compiled by torch 2.11, gradients would silently be those of another function.
+        return normal * weight
 
     @staticmethod
     @first_order

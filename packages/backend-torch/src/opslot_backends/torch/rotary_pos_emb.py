@@ -8,9 +8,7 @@ from torch import Tensor
 from ._autograd import first_order
 
 
-def rotary_pos_emb(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1
-) -> tuple[Tensor, Tensor]:
+def rotary_pos_emb(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
     """Rotary position embedding with a backward in closed form, which keeps neither q nor k."""
     cos = cos.unsqueeze(unsqueeze_dim)
     sin = sin.unsqueeze(unsqueeze_dim)
@@ -31,13 +29,16 @@ class _Rotation(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         cos, sin = ctx.saved_tensors
         # The transpose of the rotation: the sines change sign, and each multiplies what it came from.
-        half = sin.shape[-1] // 2
-        return _rotate(grad, cos, torch.cat((sin[..., half:], sin[..., :half]), dim=-1).neg_()).to(ctx.dtype), None, None
+        turned = sin.unflatten(-1, (2, -1)).flip(-2).neg_().flatten(-2)
+        return _rotate(grad, cos, turned).to(ctx.dtype), None, None
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    half = x.shape[-1] // 2
+    # Halves as a dimension of their own: slices at D // 2 would be symbolic in a graph for any D, and torch 2.13 loses
+    # such symbols between the two graphs of an autograd function.
+    halves, sines = x.unflatten(-1, (2, -1)), sin.unflatten(-1, (2, -1))
     out = x * cos
-    out[..., :half].addcmul_(x[..., half:], sin[..., :half], value=-1)
-    out[..., half:].addcmul_(x[..., :half], sin[..., half:])
+    rotated = out.unflatten(-1, (2, -1))
+    rotated[..., 0, :].addcmul_(halves[..., 1, :], sines[..., 0, :], value=-1)
+    rotated[..., 1, :].addcmul_(halves[..., 0, :], sines[..., 1, :])
     return out

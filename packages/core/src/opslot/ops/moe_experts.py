@@ -59,8 +59,9 @@ def samples(device: torch.device | str, dtype: torch.dtype, seed: int) -> Iterat
         return leaf(gate_up), leaf(draw.normal(experts, hidden, inner, scale=inner**-0.5))
 
     def routed(tokens: int, experts: int, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
+        # They need not add up to 1: OLMoE's do not.
         chosen = draw.ranks(tokens, experts)[:, :top_k]
-        return chosen, leaf(draw.normal(tokens, top_k, dtype=torch.float64).softmax(-1).to(dtype))
+        return chosen, leaf(draw.normal(tokens, top_k).sigmoid())
 
     def case(
         name: str, tokens: int, hidden: int, inner: int, experts: int, top_k: int, index: torch.Tensor | None = None

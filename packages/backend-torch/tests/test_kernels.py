@@ -1,0 +1,145 @@
+"""What holds for every kernel of the backend: its contract, and each claim that its spec makes."""
+
+import subprocess
+import sys
+
+import opslot
+import pytest
+import torch
+from opslot.testing import check, poisoned_memory
+from opslot_backends.torch import BACKEND
+
+SPECS = BACKEND.kernels
+CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
+
+
+def kernel_of(spec):
+    return opslot.registry().resolve(spec.op, spec.variant, spec.name)
+
+
+def samples_of(spec, device, dtype=torch.float32, seed=0):
+    contract = opslot.registry().contract(spec.op, spec.variant)
+    return {sample.name: sample for sample in contract.samples(device, dtype, seed)}
+
+
+def run(function, sample):
+    """Outputs and gradients."""
+    leaves = []
+
+    def fresh(value):
+        if isinstance(value, tuple):
+            return tuple(fresh(item) for item in value)
+        if not isinstance(value, torch.Tensor):
+            return value
+        tensor = value.detach().requires_grad_(value.requires_grad)
+        leaves.extend([tensor] if value.requires_grad else [])
+        return tensor
+
+    result = function(*fresh(sample.args), **{key: fresh(value) for key, value in sample.kwargs.items()})
+    outputs = [output for output in (result if isinstance(result, tuple) else (result,)) if output is not None]
+    if not leaves:
+        return outputs
+    generator = torch.Generator().manual_seed(1)
+    incoming = [torch.randn(output.shape, generator=generator).to(output) for output in outputs]
+    return [*outputs, *torch.autograd.grad(outputs, leaves, incoming)]
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float64"])
+@pytest.mark.parametrize("device", ["cpu", CUDA])
+def test_keeps_its_contract(spec, dtype, device):
+    with poisoned_memory():
+        check(spec.op, spec.variant, spec.name, device=device, dtype=dtype)
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+@pytest.mark.parametrize("device", ["cpu", CUDA])
+def test_compiles_in_one_graph(spec, device):
+    """Values and gradients in one graph, for a first shape, for another, and without gradients."""
+    assert spec.compile
+    kernel = kernel_of(spec)
+    samples = list(samples_of(spec, device).values())
+    torch._dynamo.reset()
+    compiled = torch.compile(kernel, fullgraph=True, backend="aot_eager" if device == "cpu" else "inductor")
+    for sample in samples[:4]:
+        for mine, plain in zip(run(compiled, sample), run(kernel, sample), strict=True):
+            torch.testing.assert_close(mine, plain)
+        with torch.no_grad():
+            for mine, plain in zip(run_forward(compiled, sample), run_forward(kernel, sample), strict=True):
+                torch.testing.assert_close(mine, plain)
+
+
+def run_forward(function, sample):
+    result = function(*sample.args, **sample.kwargs)
+    return result if isinstance(result, tuple) else (result,)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_compiled_by_inductor_gives_the_same(spec):
+    kernel = kernel_of(spec)
+    sample = next(iter(samples_of(spec, "cpu").values()))
+    torch._dynamo.reset()
+    for mine, plain in zip(run(torch.compile(kernel, fullgraph=True), sample), run(kernel, sample), strict=True):
+        torch.testing.assert_close(mine, plain)
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+@pytest.mark.parametrize("device", ["cpu", CUDA])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_is_deterministic(spec, device, dtype, monkeypatch):
+    assert spec.deterministic
+    # cuBLAS wants this set before it promises anything.
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    try:
+        for sample in list(samples_of(spec, device, dtype).values())[:12]:
+            for first, again in zip(run(kernel_of(spec), sample), run(kernel_of(spec), sample), strict=True):
+                assert torch.equal(first, again) or (first.isnan().all() and again.isnan().all())
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_refuses_a_second_derivative(spec):
+    """Silently leaving a kernel's share out of one is what torch's once_differentiable allows below a loss."""
+    sample = next(iter(samples_of(spec, "cpu").values()))
+    outputs = run_forward(kernel_of(spec), sample)
+    leaves = [
+        t for a in sample.args for t in (a if isinstance(a, tuple) else (a,)) if getattr(t, "requires_grad", False)
+    ]
+    with pytest.raises(RuntimeError, match=rf"opslot_backends.torch.{spec.op} has no second derivative"):
+        torch.autograd.grad(sum(output.sum() for output in outputs), leaves, create_graph=True)
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+@pytest.mark.parametrize("device", ["cpu", CUDA])
+def test_gives_what_eager_gives_under_autocast(spec, device):
+    """Parameters and inputs in float32, as they are under autocast: the same dtypes, and values within bfloat16."""
+    contract = opslot.registry().contract(spec.op, spec.variant)
+    sample = next(iter(samples_of(spec, device).values()))
+    with torch.autocast(device, torch.bfloat16):
+        ours = run(kernel_of(spec), sample)
+        theirs = run(contract.load_reference(), sample)
+    for mine, eager in zip(ours, theirs, strict=True):
+        limit = contract.tolerances["bfloat16"].rtol * float(eager.detach().abs().max())
+        torch.testing.assert_close(mine, eager, rtol=0, atol=2 * limit)
+
+
+def test_importing_the_backend_loads_no_torch():
+    code = "import sys, opslot_backends.torch; assert 'torch' not in sys.modules; print(len(sys.modules))"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_is_found_by_name(spec):
+    assert spec.name in opslot.registry().list_available(spec.op, spec.variant, opslot.Device("cpu"))
+    assert kernel_of(spec).__module__ == f"opslot_backends.torch.{spec.op}"
+    assert spec.summary
+
+
+def test_auto_takes_every_kernel_but_the_one_that_trades_time_for_memory():
+    cpu = opslot.Device("cpu")
+    known = opslot.registry()
+    chosen = {spec.op for spec in SPECS if known.choose(spec.op, spec.variant, "auto", cpu).offer is not None}
+    assert {spec.op for spec in SPECS} - chosen == {"glu"}
