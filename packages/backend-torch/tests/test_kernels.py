@@ -8,6 +8,7 @@ import pytest
 import torch
 from opslot.testing import check, poisoned_memory
 from opslot_backends.torch import BACKEND
+from torch._dynamo.testing import CompileCounterWithBackend
 
 SPECS = BACKEND.kernels
 CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
@@ -55,13 +56,13 @@ def test_keeps_its_contract(spec, dtype, device):
 @pytest.mark.parametrize("spec", SPECS, ids=str)
 @pytest.mark.parametrize("device", ["cpu", CUDA])
 def test_compiles_in_one_graph(spec, device):
-    """Values and gradients in one graph, for a first shape, for another, and without gradients."""
+    """Values and gradients, and values without gradients, of the first samples."""
     assert spec.compile
     kernel = kernel_of(spec)
-    samples = list(samples_of(spec, device).values())
     torch._dynamo.reset()
-    compiled = torch.compile(kernel, fullgraph=True, backend="aot_eager" if device == "cpu" else "inductor")
-    for sample in samples[:4]:
+    backend = "aot_eager" if device == "cpu" else "inductor"
+    compiled = torch.compile(kernel, fullgraph=True, backend=backend, dynamic=False)
+    for sample in list(samples_of(spec, device).values())[:3]:
         for mine, plain in zip(run(compiled, sample), run(kernel, sample), strict=True):
             torch.testing.assert_close(mine, plain)
         with torch.no_grad():
@@ -72,6 +73,44 @@ def test_compiles_in_one_graph(spec, device):
 def run_forward(function, sample):
     result = function(*sample.args, **sample.kwargs)
     return result if isinstance(result, tuple) else (result,)
+
+
+def leaf(*shape):
+    return torch.randn(*shape).requires_grad_()
+
+
+def with_tokens(op, tokens):
+    """Arguments that differ from call to call in the number of tokens alone, as the steps of a training run do."""
+    torch.manual_seed(tokens)
+    if op == "rms_norm":
+        arguments = leaf(2, tokens, 8), leaf(8), 1e-6
+    elif op == "rotary_pos_emb":
+        tables = torch.randn(1, tokens, 8), torch.randn(1, tokens, 8)
+        arguments = leaf(2, 4, tokens, 8), leaf(2, 2, tokens, 8), *tables
+    elif op == "glu":
+        arguments = leaf(2, tokens, 8), leaf(2, tokens, 8)
+    elif op == "moe_experts":
+        index = torch.rand(tokens, 4).argsort(-1)[:, :2]
+        arguments = leaf(tokens, 8), index, leaf(tokens, 2), leaf(4, 24, 8), leaf(4, 8, 12)
+    elif op == "cross_entropy_loss":
+        arguments = leaf(2, tokens, 8), leaf(11, 8), torch.randint(11, (2, tokens))
+        return opslot.Sample("", arguments, {"num_items_in_batch": tokens})
+    else:
+        arguments = (leaf(2 * tokens, 4), leaf(2 * tokens, 4)), 4, 2, torch.ones(2, tokens)
+    return opslot.Sample("", arguments)
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_one_more_compilation_serves_every_number_of_tokens(spec):
+    kernel = kernel_of(spec)
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(kernel, fullgraph=True, backend=counter)
+    for tokens in (20, 21, 30, 31, 64):
+        sample = with_tokens(spec.op, tokens)
+        for mine, plain in zip(run(compiled, sample), run(kernel, sample), strict=True):
+            torch.testing.assert_close(mine, plain)
+    assert counter.frame_count <= 2
 
 
 @pytest.mark.slow

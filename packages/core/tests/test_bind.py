@@ -61,14 +61,14 @@ def test_a_choice_without_a_slot_in_the_model_is_reported(known, make_contract, 
     assert "unused: spare was chosen" in str(binding)
 
 
-def test_rebinding_replaces_and_unbind_goes_one_step_back(known, model):
+def test_rebinding_replaces_and_unbind_takes_out_in_any_order(known, model):
     first = bind(model, {"scale": "fast"}, device="cpu", registry=known)
     second = bind(model, {"scale": "slow"}, device="cpu", registry=known)
     assert model[0].scale_op.offer.spec.name == "slow"
     first.unbind()  # its slots were bound again since
     assert model[0].scale_op.offer.spec.name == "slow"
     second.unbind()
-    assert model[0].scale_op.offer.spec.name == "fast"
+    assert kernels(model) == [None, None]
 
 
 def test_eager_takes_the_slot_away(known, model):
@@ -162,11 +162,10 @@ def test_a_slot_made_in_init_is_bound_too(known):
             self.my_op = opslot.OpSlot("scale", "standard")
 
     module = Own()
-    declared = module.my_op
     binding = bind(module, {"scale": "fast"}, device="cpu", registry=known)
     assert module.my_op.kernel is not None
     binding.unbind()
-    assert module.my_op is declared
+    assert module.my_op.kernel is None
     bind(module, {"scale": "fast"}, device="cpu", registry=known)
     bind(module, "eager", device="cpu", registry=known)
     assert module.my_op.kernel is None
@@ -223,3 +222,94 @@ def test_compile_once_per_binding_and_never_on_the_way_back(known, scale_class, 
         compiled(x)
         counts.append(counter.frame_count)
     assert counts == [1, 2, 3, 3, 3]
+
+
+def test_a_subclass_that_hides_the_guard_is_refused(known, scale_class):
+    class Hiding(scale_class):
+        def forward(self, x):
+            return x
+
+    with pytest.raises(BindError, match=r"Hiding has a forward of its own, so the guard in Scale may never be reached"):
+        bind(Hiding(), {"scale": "fast"}, device="cpu", registry=known)
+    assert bind(Hiding(), "auto", device="cpu", registry=known).rows[0].kernel == "eager"
+
+
+def test_an_activation_that_can_train_or_works_in_place(known, scale_class):
+    class Trains(torch.nn.ReLU):
+        def __init__(self):
+            super().__init__()
+            self.beta = torch.nn.Parameter(torch.ones(1))
+
+    with pytest.raises(BindError, match="its activation"):
+        bind(scale_class(Trains()), {"scale": "fast"}, device="cpu", registry=known)
+    bind(scale_class(torch.nn.ReLU(inplace=True)), {"scale": "fast"}, device="cpu", registry=known)
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (lambda module: setattr(module, "act", torch.nn.GELU()), "its activation GELU"),
+        (lambda module: setattr(module, "forward", lambda x: x), "its forward was replaced"),
+        (lambda module: module.to(torch.float16), "takes bfloat16 parameters, not float16"),
+    ],
+)
+def test_what_changes_around_a_kernel_after_bind_is_noticed(known, scale_class, change, problem):
+    module = scale_class().to(torch.bfloat16)
+    binding = bind(module, {"scale": "half"}, device="cpu", registry=known)
+    assert binding.verify() == ()
+    change(module)
+    assert problem in binding.verify()[0]
+
+
+def test_a_kernel_without_backward_is_not_for_training(known, make_kernel, scale_class):
+    def infer(x, weight, factor=2.0):
+        with torch.no_grad():
+            return x * weight * factor
+
+    known.register(make_kernel("infer", target=infer, backward=False, priority=opslot.Priority.NATIVE))
+    assert bind(scale_class(), "auto", device="cpu", registry=known).rows[0].kernel == "fast"
+    module = scale_class()
+    bind(module, {"scale": "infer"}, device="cpu", registry=known)
+    with pytest.raises(opslot.KernelUnavailable, match="has no backward"):
+        module(torch.ones(4))
+    with torch.no_grad():
+        assert torch.equal(module(torch.ones(4)), torch.full((4,), 2.0))
+
+
+def variants():
+    """Pairs of kernels that differ in one thing only."""
+    import functools
+
+    def closed(value):
+        return lambda x, weight, factor=2.0: x * value
+
+    def base(x, weight, factor=2.0, extra=0):
+        return x * extra
+
+    yield eval("lambda x, weight, factor=2.0: x * 2.0"), eval("lambda x, weight, factor=2.0: x * 3.0")
+    yield closed(1), closed(2)
+    yield functools.partial(base, extra=1), functools.partial(base, extra=2)
+
+
+@pytest.mark.parametrize(("one", "other"), list(variants()), ids=["constant", "closure", "partial"])
+def test_process_local_kernels_that_compute_something_else_have_other_fingerprints(
+    known, make_kernel, model, one, other
+):
+    fingerprints = []
+    for target in (one, one, other):
+        known.register(make_kernel("mine", target=target), replace=True)
+        fingerprints.append(bind(model, {"scale": "mine"}, device="cpu", registry=known).fingerprint)
+    assert fingerprints[0] == fingerprints[1] != fingerprints[2]
+
+
+@pytest.mark.parametrize("device", ["cuda:7", "bogus", "", 9.5, "npu"])
+def test_a_device_that_is_not_there_is_a_named_error(known, model, device):
+    if device == "cuda:7" and torch.cuda.device_count() > 7:
+        pytest.skip("this machine has eight CUDA devices")
+    with pytest.raises(opslot.OpslotError, match="device"):
+        bind(model, "auto", device=device, registry=known)
+
+
+def test_what_is_no_module():
+    with pytest.raises(BindError, match=r"None is not a torch\.nn\.Module"):
+        bind(None)

@@ -62,6 +62,13 @@ def test_a_yaml_file(tmp_path, text):
         ("attn_implementation: {a: b}\n", "attn_implementation must be one name"),
         ("- scale\n", "expected a mapping of fields to kernel names, got list"),
         ("", "expected a mapping of fields to kernel names, got NoneType"),
+        ("on: fast\n", "a field is a name, got True .YAML reads yes"),
+        ("1: fast\n", "a field is a name, got 1"),
+        ("? [a, b]\n: fast\n", "line 1: a field is a name, not a sequence"),
+        ("scale: {1: fast}\n", "scale must map variants to kernels"),
+        ("scale: {}\n", "scale must map variants to kernels"),
+        ("scale: 2020-13-45\n", r"ops\.yaml: month must be in"),
+        ("{a: " * 3000 + "}" * 3000, r"ops\.yaml"),
         ("model: 3\n", "model must be a mapping"),
     ],
 )
@@ -95,3 +102,29 @@ def test_a_typo_is_noticed_whatever_the_model_has(known):
         OpsConfig.parse({"scale": "fasst"}).select(known)
     with pytest.raises(opslot.UnknownKernel):
         OpsConfig.parse({"scale": {"other": "fast"}}).select(known)
+
+
+def test_a_file_that_is_not_utf8(tmp_path):
+    (tmp_path / "ops.yaml").write_bytes(b"scale: \xff\xfe\n")
+    with pytest.raises(ConfigError, match=r"ops\.yaml: 'utf-8' codec"):
+        OpsConfig.parse(tmp_path / "ops.yaml")
+
+
+def test_a_choice_that_stands_outside_the_level_that_counts_is_not_dropped(known):
+    for tree in (
+        {"model": {"ops_implementation": {}}, "scale": "fast"},
+        {"model": {"ops_implementation": {}, "scael_implementation": "fast"}},
+    ):
+        with pytest.raises(ConfigError, match="stands outside `ops_implementation:` and would have no effect"):
+            OpsConfig.parse(tree).select(known)
+    other = {"model": {"ops_implementation": {"scale": "fast"}, "config_path": "x"}, "data": {"path": "y"}}
+    assert OpsConfig.parse(other).select(known)
+
+
+def test_a_variant_may_be_named_through_an_alias_of_the_op(known):
+    assert selected(OpsConfig.parse({"rescale": {"standard": "fast"}}), known) == {("scale", "standard"): "fast"}
+
+
+def test_a_config_made_by_hand_is_checked_too(known):
+    with pytest.raises(ConfigError, match="scale must be the name of a kernel, got None"):
+        OpsConfig(choices={"scale": None}).select(known)

@@ -192,3 +192,60 @@ def test_partials_objects_and_variadic_functions_are_kernels(known, make_kernel,
     known.register(make_kernel("odd", target=target))
     assert known.resolve("scale", "standard", "odd", CPU) is target
     assert "odd" in repr(known.offer("scale", "standard", "odd"))
+
+
+def test_an_exact_name_wins_over_one_with_the_prefix_taken_off(known, make_kernel):
+    known.add(Backend(api=1, kernels=(make_kernel("fused_fast"),)), "zeta")
+    assert known.offer("scale", "standard", "fused_fast").distribution == "zeta"
+    assert known.offer("scale", "standard", "acme:fused_fast").distribution == "acme"
+
+
+@pytest.mark.parametrize("name", ["my_dist:odd", "My-Dist:odd", "my.dist:odd"])
+def test_a_distribution_is_found_by_any_spelling_of_its_name(known, make_kernel, name):
+    known.add(Backend(api=1, kernels=(make_kernel("odd"),)), "my-dist")
+    assert known.offer("scale", "standard", name).spec.name == "odd"
+
+
+def test_a_contract_cannot_take_over_another_by_an_alias(known, make_contract):
+    for alias in ("scale/standard", "rescale/standard"):
+        with pytest.raises(opslot.DuplicateError, match=f"its alias '{alias}' is the name of another contract"):
+            known.add(Backend(api=1, contracts=(make_contract("evil", aliases=(alias,)),)), "evil")
+
+
+def test_a_kernel_may_name_its_op_by_an_alias(known, make_kernel):
+    known.add(Backend(api=1, kernels=(make_kernel("odd", op="rescale"),)), "zeta")
+    assert known.offer("scale", "standard", "odd").distribution == "zeta"
+
+
+def test_one_distribution_offers_a_name_once(known, make_kernel):
+    with pytest.raises(opslot.DuplicateError, match="acme uses the name 'fast' twice"):
+        known.add(Backend(api=1, kernels=(make_kernel("fast"),)), "acme")
+
+
+def test_replacing_takes_the_place_of_every_kernel_that_had_one_of_the_names(known, make_kernel):
+    known.register(make_kernel("p"))
+    known.register(make_kernel("q"))
+    known.register(make_kernel("r", aliases=("p", "q")), replace=True)
+    assert {known.offer("scale", "standard", name).spec.name for name in ("p", "q", "r")} == {"r"}
+
+
+def test_two_lambdas_do_not_replace_each_other(known, make_kernel):
+    known.register(make_kernel("mine", target=lambda x, weight, factor=2.0: x))
+    with pytest.raises(opslot.DuplicateError):
+        known.register(make_kernel("mine", target=lambda x, weight, factor=2.0: weight))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"op": ["x"]},
+        {"priority": 15},
+        {"priority": "high"},
+        {"aliases": "abc"},
+        {"dtypes": "bfloat16"},
+        {"dtypes": ("bf16",)},
+    ],
+)
+def test_a_spec_of_the_wrong_types_is_refused_where_it_is_made(make_kernel, fields):
+    with pytest.raises(opslot.SpecError):
+        make_kernel(**fields)

@@ -69,6 +69,10 @@ def test_a_process_local_kernel_is_not_pickled_but_copied(known, make_kernel, sc
         (lambda head: torch.nn.Sequential(head), "is not a plain nn.Linear"),
         (lambda head: type("Quantised", (torch.nn.Linear,), {"forward": lambda self, x: x})(4, 4), "not a plain"),
         (lambda head: head.__dict__.update(forward=lambda x: x) or head, "has a forward of its own"),
+        (lambda head: head.register_forward_hook(lambda *args: None) and head, "has hooks"),
+        (lambda head: head.register_full_backward_hook(lambda *args: None) and head, "has hooks"),
+        (lambda head: torch.nn.utils.spectral_norm(head), "has hooks"),
+        (lambda head: torch.nn.Linear(4, 4), "has a bias"),
         (lambda head: setattr(head, "weight", torch.nn.Parameter(torch.empty(0))) or head, "sharded"),
     ],
 )

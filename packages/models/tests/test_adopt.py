@@ -101,6 +101,89 @@ def test_a_loss_function_of_the_users_is_not_bypassed(config):
     assert "loss_function" in row.reason
 
 
+def test_a_loss_function_that_is_set_after_bind_runs_and_is_noticed(config, batch):
+    model = stock(config(output_router_logits=False))
+    binding = adopt(model, {"cross_entropy_loss": "chunk_loss"}, device="cpu").binding
+    model.loss_function = lambda logits, labels, vocab_size, **kwargs: logits.sum()
+    out = model(**batch)
+    assert torch.equal(out.loss, out.logits.sum())
+    assert "its loss_function is" in binding.verify()[0]
+
+
+def wrap_head(model):
+    from peft import LoraConfig, get_peft_model
+
+    get_peft_model(model, LoraConfig(target_modules=["lm_head"]))
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (lambda model: model.lm_head.register_forward_hook(lambda *args: None), "its head has hooks"),
+        (lambda model: setattr(model.lm_head, "bias", torch.nn.Parameter(torch.zeros(96))), "its head has a bias"),
+        (wrap_head, "its head is not a plain nn.Linear"),
+    ],
+)
+def test_a_head_that_does_more_than_its_weight_says_gets_no_fused_loss(config, batch, change, problem):
+    model = stock(config())
+    change(model)
+    with pytest.raises(BindError, match=problem):
+        adopt(model, {"cross_entropy_loss": "chunk_loss"}, device="cpu")
+    (row,) = [row for row in adopt(model, "auto", device="cpu").binding.rows if row.op == "cross_entropy_loss"]
+    assert row.kernel == "eager"
+    assert problem in row.reason
+    assert model(**batch).logits is not None
+
+
+class OtherNorm(torch.nn.Module):
+    def __init__(self, size, eps=1e-6):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(size))
+
+    def forward(self, x):
+        return x * (1 + self.weight)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("Qwen3MoeRMSNorm.forward", lambda self, hidden_states: hidden_states),
+        ("apply_rotary_pos_emb", lambda q, k, cos, sin, unsqueeze_dim=1: (q, k)),
+        ("Qwen3MoeRMSNorm", OtherNorm),
+    ],
+)
+def test_a_patch_of_upstreams_module_is_not_silently_undone(config, monkeypatch, name, value):
+    from transformers.models.qwen3_moe import modeling_qwen3_moe as upstream
+
+    owner, _, attribute = name.rpartition(".")
+    monkeypatch.setattr(getattr(upstream, owner) if owner else upstream, attribute, value)
+    model = stock(config())
+    with pytest.raises(BindError, match=f"is patched \\({name}\\), and the generated classes would silently run"):
+        adopt(model)
+    other = torch.nn.Sequential(OtherNorm(4))
+    with pytest.raises(BindError, match="no module of a generated family"):
+        adopt(other)
+    assert type(other[0]) is OtherNorm
+
+
+@pytest.mark.parametrize(
+    "ops",
+    [
+        {"rms_norm": "typo"},
+        {"attn_implementation": "eager", "rms_norm": "typo"},
+        {"attn_implementation": "eager", "glu": "torch"},
+        {"attn_implementation": "no such attention"},
+    ],
+)
+def test_after_an_error_the_model_is_as_it_was(config, ops):
+    model = stock(config(hidden_act="gelu"))  # so that binding glu fails, after all names were found right
+    before = [(type(module), dict(vars(module))) for module in model.modules()], model.config._attn_implementation
+    with pytest.raises(ValueError):  # noqa: PT011  # ours, and transformers' for an attention it does not know
+        adopt(model, ops, device="cpu")
+    after = [(type(module), dict(vars(module))) for module in model.modules()], model.config._attn_implementation
+    assert after == before
+
+
 def test_another_activation_is_refused(config):
     model = stock(config(hidden_act="gelu"))
     with pytest.raises(BindError, match=r"mlp.* cannot use kernel 'torch' for moe_experts/standard: its activation"):

@@ -41,7 +41,7 @@ def test_a_hub_checkpoint_loads_whole_and_saves_back_in_the_same_layout(checkpoi
 @pytest.mark.parametrize(
     ("lost", "error", "problem"),
     [
-        ("model.norm.weight", BindError, "does not fill Qwen3MoeForCausalLM.*missing keys: model.norm.weight"),
+        ("model.norm.weight", BindError, r"is not one of Qwen3MoeForCausalLM.*missing keys: model\.norm\.weight"),
         # transformers itself notices when it merges the experts.
         ("model.layers.0.mlp.experts.2.up_proj.weight", RuntimeError, "issues during automatic conversion"),
     ],
@@ -53,6 +53,25 @@ def test_a_checkpoint_that_does_not_fill_the_model_is_refused(checkpoint, lost, 
     save_file(tensors, file, metadata={"format": "pt"})
     with pytest.raises(error, match=problem):
         build_foundation_model(checkpoint)
+
+
+def test_weights_that_the_model_would_drop_are_refused(checkpoint):
+    file = checkpoint / "model.safetensors"
+    tensors = load_file(file)
+    tensors["model.layers.0.self_attn.q_proj.bias"] = torch.zeros(64)
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(BindError, match=r"unexpected keys: model\.layers\.0\.self_attn\.q_proj\.bias"):
+        build_foundation_model(checkpoint)
+
+
+def test_a_checkpoint_in_a_subfolder(checkpoint):
+    model = build_foundation_model(checkpoint.parent, "eager", subfolder="hub", device="cpu")
+    assert model.config.num_experts == 6
+
+
+def test_a_mistake_in_the_choice_is_noticed_before_anything_is_loaded(tmp_path):
+    with pytest.raises(opslot.ConfigError, match="unknown field 'rms_nrom'"):
+        build_foundation_model(tmp_path / "nowhere", {"rms_nrom": "torch"})
 
 
 def test_a_family_that_is_not_generated():

@@ -52,11 +52,22 @@ def test_a_model_data_and_ops_of_the_users(tmp_path):
         (["--ops", "fast"], "pass 'auto', 'eager', a mapping or the path of a YAML file"),
         (["--data", "nowhere.txt"], "--data nowhere.txt"),
         (["--sequence-length", "10000000"], "fewer than one sequence of 10000000"),
+        (["--model", "/nowhere/at/all"], "--model /nowhere/at/all: no such folder"),
+        (["--output", __file__], "is a file"),
     ],
 )
 def test_what_cannot_run_says_why(arguments, problem, capsys):
     assert main(arguments) == 1
     assert problem in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--steps", "0"], ["--batch-size", "-1"], ["--sequence-length", "1"], ["--learning-rate", "0"]]
+)
+def test_numbers_that_make_no_training_are_wrong_usage(arguments):
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == 2
 
 
 def torchrun(*arguments, **environment):

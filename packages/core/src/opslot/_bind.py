@@ -11,9 +11,9 @@ from ._device import Device
 from ._discovery import registry as default_registry
 from ._errors import BindError
 from ._kernel import AUTO
+from ._obstacle import obstacle, parameter_dtypes
 from ._registry import Choice, Registry
 from ._slot import OpSlot
-from ._target import load_target
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -46,6 +46,8 @@ def bind(
     Binding again replaces what an earlier binding wrote. Raises an `OpslotError` and leaves the model as it was when a
     name is unknown, an explicitly chosen kernel cannot run on the device, or a module cannot use it.
     """
+    if not hasattr(model, "named_modules"):
+        raise BindError(f"{model!r} is not a torch.nn.Module")
     registry = registry or default_registry()
     config = OpsConfig.parse(ops)
     selected = config.select(registry)
@@ -66,7 +68,7 @@ def bind(
         choice, slot = planner.plan(site, contract, name)
         reason = choice.reason if name == AUTO else f"{choice.reason}: {field} in {config.origin}"
         rows.append(Row.of(site.name, site.attribute, contract, choice.offer, reason))
-        writes.append(Write(site.module, site.attribute, site.module.__dict__.get(site.attribute), slot))
+        writes.append(Write(site.module, site.attribute, slot, planner.original(site), contract))
     used = {(row.op, row.variant) for row in rows}
     unused = {field for key, (_, field) in selected.items()} - {f for key, (_, f) in selected.items() if key in used}
     binding = Binding(model, judged, tuple(rows), tuple(writes), tuple(sorted(unused)))
@@ -87,24 +89,28 @@ class _Planner:
 
     def plan(self, site: _Site, contract: OpContract, name: str) -> tuple[Choice, OpSlot | None]:
         """The choice for this site and the slot to write into its instance, None where the class's own is right."""
-        dtypes = _dtypes(site.module)
+        dtypes = parameter_dtypes(site.module)
         key = (contract.key, name, dtypes)
         if key not in self._choices:
             self._choices[key] = self._registry.choose(*contract.key, name, self._device, dtypes)
         choice = self._choices[key]
-        if choice.offer is not None and (obstacle := _obstacle(site, contract)):
+        if choice.offer is not None and (problem := obstacle(site.module, site.attribute, contract)):
             if name != AUTO:
                 raise BindError(
-                    f"{site.name or type(site.module).__name__} cannot use kernel {name!r} for {contract}: {obstacle}. "
+                    f"{site.name or type(site.module).__name__} cannot use kernel {name!r} for {contract}: {problem}. "
                     f"Choose {contract.op}: eager, or undo that first"
                 )
-            choice = Choice(None, f"auto: {obstacle}")
+            choice = Choice(None, f"auto: {problem}")
         return choice, self._slot(site, choice)
+
+    def original(self, site: _Site) -> OpSlot | None:
+        """The slot without a kernel: None for the class's own, an unbound one where `__init__` made it."""
+        declared = getattr(type(site.module), site.attribute, None)
+        return None if isinstance(declared, OpSlot) else site.slot.bound_to(None, None)
 
     def _slot(self, site: _Site, choice: Choice) -> OpSlot | None:
         if choice.offer is None:
-            declared = getattr(type(site.module), site.attribute, None)
-            return None if isinstance(declared, OpSlot) else site.slot.bound_to(None, None)
+            return self.original(site)
         identity = (site.slot.op, site.slot.variant, site.slot.activation, site.slot.check, choice.offer)
         if identity not in self._slots:
             self._slots[identity] = site.slot.bound_to(self._registry.load(choice.offer), choice.offer)
@@ -128,46 +134,6 @@ def _device_of(model: "torch.nn.Module", registry: Registry) -> Device:
         if parameter.device.type not in ("cpu", "meta"):
             return registry.describe(parameter.device)
     return registry.current_device()
-
-
-def _dtypes(module: "torch.nn.Module") -> tuple[str, ...]:
-    """The floating dtypes of the module's own parameters, or else of the first below it."""
-    own = [p for p in module._parameters.values() if p is not None and p.is_floating_point()]
-    parameters = own or [p for p in module.parameters() if p.is_floating_point()][:1]
-    return tuple(sorted({str(p.dtype).removeprefix("torch.") for p in parameters}))
-
-
-def _obstacle(site: _Site, contract: OpContract) -> str | None:
-    """Why no kernel may run in place of this module's own code, or None."""
-    forward = vars(site.module).get("forward")
-    if forward is not None and not _reaches(forward, site.module):
-        return f"its forward was replaced by {forward!r}, so the guard in {type(site.module).__name__} is never reached"
-    if site.slot.activation is not None and contract.activation is not None:
-        activation = getattr(site.module, site.slot.activation)
-        if not _same_function(activation, load_target(contract.activation, f"the activation of {contract}")):
-            return f"its activation {activation!r} is not the {contract.activation!r} of the contract"
-    return site.slot.check(site.module) if site.slot.check is not None else None
-
-
-def _reaches(forward: Any, module: "torch.nn.Module") -> bool:
-    """Whether an instance's own forward still calls its class's, as accelerate's wrappers do and kernelize does not."""
-    seen = 0
-    while forward is not None and seen < 16:
-        if getattr(forward, "__func__", forward) is type(module).forward:
-            return True
-        inner = getattr(forward, "__wrapped__", None)
-        forward = inner if inner is not None else vars(module).get("_old_forward") if seen == 0 else None
-        seen += 1
-    return False
-
-
-def _same_function(activation: Any, expected: Callable[..., Any]) -> bool:
-    """Compare by values: names and classes of one function differ between libraries and versions."""
-    import torch
-
-    with torch.no_grad():
-        points = torch.linspace(-32, 32, 129, device="cpu")
-        return torch.allclose(activation(points), expected(points), rtol=1e-5, atol=1e-6)
 
 
 def _check_attention(model: "torch.nn.Module", config: OpsConfig) -> None:

@@ -9,8 +9,10 @@ from ._contract import OpContract
 from ._device import Device
 from ._errors import BindError
 from ._kernel import EAGER
+from ._obstacle import obstacle, parameter_dtypes
 from ._registry import PROCESS_LOCAL, Offer
 from ._slot import OpSlot
+from ._target import code_of, source_name
 
 if TYPE_CHECKING:
     import torch
@@ -43,12 +45,13 @@ class Row:
 
 @dataclass(frozen=True)
 class Write:
-    """One change to an instance: `slot` in place of `previous`; None stands for the class's own slot."""
+    """One change to an instance: `slot` in place of `original`; None stands for the class's own slot."""
 
     module: "torch.nn.Module"
     attribute: str
-    previous: OpSlot | None
     slot: OpSlot | None
+    original: OpSlot | None
+    contract: OpContract
 
     def do(self, slot: OpSlot | None) -> None:
         if slot is None:
@@ -79,13 +82,17 @@ class Binding:
             write.do(write.slot)
 
     def unbind(self) -> None:
-        """Give every slot that this binding wrote what it had before. Slots bound again since are left alone."""
-        for write in reversed(self._writes):
+        """Take the kernels out again: the model's own code runs. Slots bound again since are left alone."""
+        for write in self._writes:
             if vars(write.module).get(write.attribute) is write.slot:
-                write.do(write.previous)
+                write.do(write.original)
 
     def verify(self) -> tuple[str, ...]:
-        """The slots that are no longer as bound, each with its reason; empty when all are in place."""
+        """The slots that are no longer as bound, each with its reason; empty when all are in place.
+
+        Besides replaced modules and slots it finds what was changed around them since: a forward or an activation that
+        was replaced, a loss function that was set, parameters of a dtype that the kernel does not take.
+        """
         modules = dict(self._model.named_modules())
         problems = []
         for row, write in zip(self.rows, self._writes, strict=True):
@@ -94,6 +101,10 @@ class Binding:
                 problems.append(f"{where}: the module was replaced or removed after bind")
             elif vars(write.module).get(write.attribute) is not write.slot:
                 problems.append(f"{where}: the slot was bound again or unbound")
+            elif write.slot is not None and write.slot.offer is not None:
+                now = write.slot.offer.spec.unmet(self.device, parameter_dtypes(write.module))
+                problem = obstacle(write.module, write.attribute, write.contract) or "; ".join(now)
+                problems += [f"{where}: {problem}"] if problem else []
         return tuple(problems)
 
     @cached_property
@@ -171,12 +182,7 @@ def _identity(offer: Offer) -> str:
     """What a kernel is, in a fingerprint: its distribution and version, or the code of a process-local function."""
     if offer.distribution != PROCESS_LOCAL:
         return f"{offer.selector}=={offer.version}"
-    target = offer.spec.target
-    code = getattr(target, "__code__", None)
-    body = _digest([code.co_code.hex(), repr(code.co_names)]) if code is not None else ""
-    named = target if hasattr(target, "__qualname__") else type(target)
-    where = target if isinstance(target, str) else f"{named.__module__}:{named.__qualname__}"
-    return f"{offer.selector}=={where}#{body}"
+    return f"{offer.selector}=={source_name(offer.spec.target)}#{_digest(code_of(offer.spec.target))}"
 
 
 def _digest(data: Any) -> str:

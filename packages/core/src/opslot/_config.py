@@ -20,13 +20,15 @@ class OpsConfig:
     `choices` maps a field ("rms_norm", or the long form "rms_norm_implementation") to a kernel name, "eager" or
     "auto", or to one such value per variant ({"standard": "torch", "unweighted": "eager"}). `default` holds for every
     op that `choices` does not name. `attn_implementation` is passed on to transformers by those who build models.
-    `origin` says in reports and errors where the choice was written.
+    `origin` says in reports and errors where the choice was written. `outside` are the names that stand beside
+    `model:` or `ops_implementation:` in a file that holds more than this.
     """
 
     choices: Mapping[str, str | Mapping[str, str]] = field(default_factory=dict)
     default: str = AUTO
     attn_implementation: str | None = None
     origin: str = "code"
+    outside: tuple[str, ...] = ()
 
     @classmethod
     def parse(cls, value: "OpsConfig | Mapping[str, Any] | str | Path | None") -> "OpsConfig":
@@ -47,14 +49,20 @@ class OpsConfig:
 
     @classmethod
     def _from_mapping(cls, tree: Mapping[str, Any], origin: str) -> "OpsConfig":
+        outside: list[Any] = []
         for level in ("model", "ops_implementation"):
             if level in tree:
+                outside += [name for name in tree if name != level]
                 tree = tree[level]
                 if not isinstance(tree, Mapping):
                     raise ConfigError(f"{origin}: {level} must be a mapping, got {tree!r}")
         choices: dict[str, str | Mapping[str, str]] = {}
         for name, value in tree.items():
+            if not isinstance(name, str):
+                raise ConfigError(f"{origin}: a field is a name, got {name!r}{_yaml_hint(name)}")
             if isinstance(value, Mapping):
+                if not value or not all(isinstance(variant, str) for variant in value):
+                    raise ConfigError(f"{origin}: {name} must map variants to kernels, got {dict(value)!r}")
                 choices[name] = {variant: _name(f"{name}.{variant}", v, origin) for variant, v in value.items()}
             else:
                 choices[name] = _name(name, value, origin)
@@ -63,7 +71,7 @@ class OpsConfig:
             raise ConfigError(f"{origin}: default must be 'auto' or 'eager', got {default!r}")
         if isinstance(attention, Mapping):
             raise ConfigError(f"{origin}: attn_implementation must be one name, got {attention!r}")
-        return cls(choices, default, attention, origin)
+        return cls(choices, default, attention, origin, tuple(name for name in outside if isinstance(name, str)))
 
     def select(self, registry: Registry) -> dict[Key, tuple[str, str]]:
         """The chosen name and its field for every contract that `choices` speaks of.
@@ -75,6 +83,11 @@ class OpsConfig:
         for contract in registry.contracts():
             for name in contract.config_fields():
                 owners.setdefault(name, []).append(contract)
+        for name in self.outside:
+            if name in owners or name.endswith("_implementation"):
+                raise ConfigError(
+                    f"{self.origin}: {name!r} stands outside `ops_implementation:` and would have no effect"
+                )
         selected: dict[Key, tuple[str, str]] = {}
         for name in self.choices:
             if name not in owners:
@@ -93,10 +106,14 @@ class OpsConfig:
     def _per_contract(
         self, name: str, contracts: list[OpContract], registry: Registry
     ) -> Iterator[tuple[OpContract, str]]:
-        value = self.choices[name]
+        value: Any = self.choices[name]
+        if not isinstance(value, str | Mapping):
+            raise ConfigError(f"{self.origin}: {name} must be the name of a kernel, got {value!r}")
         if isinstance(value, Mapping):
+            alias = name.removesuffix("_implementation")
             for variant, kernel in value.items():
-                contract = registry.contract(contracts[0].op, variant)
+                known = any(f"{alias}/{variant}" in contract.aliases for contract in contracts)
+                contract = registry.contract(alias if known else contracts[0].op, variant)
                 _check_name(registry, [contract], kernel)
                 yield contract, kernel
         else:
@@ -123,12 +140,12 @@ def _check_name(registry: Registry, contracts: list[OpContract], kernel: str) ->
 def _name(where: str, value: Any, origin: str) -> str:
     if isinstance(value, str) and value:
         return value
-    hint = ""
-    if isinstance(value, bool):
-        hint = " (YAML reads yes, no, on and off as booleans); write 'eager' for no kernel"
-    elif value is None:
-        hint = "; write 'eager' or 'auto', or leave the line out"
+    hint = "; write 'eager' or 'auto', or leave the line out" if value is None else _yaml_hint(value)
     raise ConfigError(f"{origin}: {where} must be the name of a kernel, got {value!r}{hint}")
+
+
+def _yaml_hint(value: Any) -> str:
+    return " (YAML reads yes, no, on and off as booleans); for no kernel write eager" if isinstance(value, bool) else ""
 
 
 def _read_yaml(path: str) -> Mapping[str, Any]:
@@ -142,6 +159,8 @@ def _read_yaml(path: str) -> Mapping[str, Any]:
     def mapping(loader: yaml.SafeLoader, node: yaml.MappingNode) -> dict[Any, Any]:
         seen = set()
         for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                raise ConfigError(f"{path}, line {key.start_mark.line + 1}: a field is a name, not a {key.id}")
             if key.value in seen:
                 raise ConfigError(f"{path}, line {key.start_mark.line + 1}: {key.value!r} is given twice")
             seen.add(key.value)
@@ -152,6 +171,10 @@ def _read_yaml(path: str) -> Mapping[str, Any]:
         tree = yaml.load(Path(path).read_text(encoding="utf-8"), Loader)
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from error
+    except ConfigError:
+        raise
+    except (ValueError, RecursionError) as error:  # not UTF-8, a NUL in the path, a date that is none, endless nesting
+        raise ConfigError(f"{path}: {error}") from error
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = f", line {mark.line + 1}" if mark else ""

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ._errors import SpecError
+from ._requires import check_strings
 from ._target import Target, check_target, load_target
 
 _NAME = re.compile(r"[a-z][a-z0-9_]*")
@@ -55,8 +56,10 @@ class OpContract:
     activation: Target | None = None
 
     def __post_init__(self) -> None:
+        check_strings(f"contract {self}: fields", self.fields)
+        check_strings(f"contract {self}: aliases", self.aliases)
         for name in (self.op, self.variant):
-            if not _NAME.fullmatch(name):
+            if not isinstance(name, str) or not _NAME.fullmatch(name):
                 raise SpecError(f"contract {self}: {name!r} must be lower_case letters, digits and underscores")
         for alias in self.aliases:
             if not all(map(_NAME.fullmatch, alias.split("/"))) or alias.count("/") != 1:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ._errors import OpslotError
+from ._errors import OpslotError, SpecError
 from ._target import Target, check_target, load_target
 
 if TYPE_CHECKING:
@@ -43,11 +43,20 @@ class DeviceKind:
     probe: Target
 
     def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not isinstance(self.torch_type, str):
+            raise SpecError(f"DeviceKind: name and torch_type must be strings, got {self.name!r}, {self.torch_type!r}")
         check_target(self.probe, f"device kind {self.name!r}")
 
 
 def describe(device: "torch.device", kinds: Iterable[DeviceKind]) -> Device:
-    """The `Device` of a torch device. Raises `OpslotError` when no kind recognises it."""
+    """The `Device` of a torch device. Raises `OpslotError` when it is not there, or no kind recognises it."""
+    import torch
+
+    count = getattr(getattr(torch, device.type, None), "device_count", None)
+    if count is not None and (device.index or 0) >= count():
+        raise OpslotError(
+            f"device {str(device)!r} is not present: torch sees {count()} devices of type {device.type!r}"
+        )
     for kind in kinds:
         if kind.torch_type == device.type:
             probe: Probe = load_target(kind.probe, f"the probe of device kind {kind.name!r}")

@@ -16,7 +16,9 @@ if TYPE_CHECKING:
 
 GROUP = "opslot.backends"
 
-_lock = threading.Lock()
+# Reentrant, so that a backend which asks for the registry while it is loaded gets an error and not a deadlock.
+_lock = threading.RLock()
+_loading = False
 _registry: Registry | None = None
 
 
@@ -24,11 +26,19 @@ def registry() -> Registry:
     """The registry of this process. The first call finds and loads the installed backends."""
     from importlib.metadata import entry_points  # 20 ms that `import opslot` does not have to pay
 
-    global _registry
+    global _registry, _loading
     if _registry is None:
         with _lock:
+            if _loading:
+                raise SpecError(
+                    "the registry is asked for while backends are loaded: a backend offers its kernels as data"
+                )
             if _registry is None:
-                _registry = discover(entry_points(group=GROUP))
+                _loading = True
+                try:
+                    _registry = discover(entry_points(group=GROUP))
+                finally:
+                    _loading = False
     return _registry
 
 
@@ -64,7 +74,9 @@ def _distinct(entry_points: Iterable[EntryPoint]) -> dict[tuple[str, str, str], 
     """Entry points by (distribution, name, version); one project often leaves two metadata folders behind."""
     distinct, seen = {}, set()
     for entry_point in entry_points:
-        distribution, version = (entry_point.dist.name, entry_point.dist.version) if entry_point.dist else ("?", "")
+        # An interrupted installation leaves metadata without a name.
+        distribution = getattr(entry_point.dist, "name", None) or "?"
+        version = getattr(entry_point.dist, "version", None) or ""
         if (distribution, entry_point.name, entry_point.value) not in seen:
             seen.add((distribution, entry_point.name, entry_point.value))
             distinct[distribution, entry_point.name, version] = entry_point
@@ -76,9 +88,12 @@ def _load(distribution: str, name: str, version: str, entry_point: EntryPoint) -
         backend = entry_point.load()
         if not isinstance(backend, Backend):
             raise SpecError(f"{entry_point.value} is a {type(backend).__name__}, not an opslot.Backend")
-    # The one broad except of this code base: a backend is other people's code, and whatever it raises, SystemExit
-    # included, must not take the others down. The error is kept, shown by every listing and raised on request.
-    except (Exception, SystemExit) as error:  # noqa: BLE001
+    except KeyboardInterrupt:
+        raise
+    # The one broad except of this code base: a backend is other people's code, and whatever it raises, SystemExit and
+    # the panics of extension modules included, must not take the others down. The error is kept, shown by every
+    # listing and raised on request.
+    except BaseException as error:  # noqa: BLE001
         return _failed(name, distribution, version, error)
     return BackendRecord(name, distribution, version, backend)
 

@@ -6,13 +6,14 @@ from enum import IntEnum
 
 from ._device import Device
 from ._errors import SpecError
-from ._requires import Requires
+from ._requires import Requires, check_strings
 from ._target import Target, check_target
 
 EAGER = "eager"
 AUTO = "auto"
 
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_.-]*")
+_DTYPE = re.compile(r"(b?float|u?int|complex)\d+\w*")
 
 
 class Priority(IntEnum):
@@ -56,8 +57,18 @@ class KernelSpec:
     summary: str = ""
 
     def __post_init__(self) -> None:
+        for given in (self.op, self.variant, self.name):
+            if not isinstance(given, str):
+                raise SpecError(f"KernelSpec: op, variant and name must be strings, got {given!r}")
+        check_strings(f"kernel {self}: aliases", self.aliases)
+        check_strings(f"kernel {self}: dtypes", self.dtypes)
+        for dtype in self.dtypes:
+            if not _DTYPE.fullmatch(dtype):
+                raise SpecError(f"kernel {self}: {dtype!r} is not torch's name of a dtype, such as 'bfloat16'")
+        if not isinstance(self.priority, Priority):
+            raise SpecError(f"kernel {self}: priority must be a Priority, got {self.priority!r}")
         for name in (self.name, *self.aliases):
-            if not isinstance(name, str) or not _NAME.fullmatch(name):
+            if not _NAME.fullmatch(name):
                 raise SpecError(f"kernel {self}: name {name!r} must be letters, digits, '_', '-' or '.'")
             if name in (EAGER, AUTO):
                 raise SpecError(f"kernel {self}: {name!r} is reserved")

@@ -1,5 +1,7 @@
 """The registry: which contracts and kernels there are, and which kernel a name means."""
 
+import functools
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -7,9 +9,9 @@ from typing import Any
 from ._backend import Backend
 from ._contract import Key, OpContract
 from ._device import Device, DeviceKind, current_device, describe
-from ._errors import BackendError, DuplicateError, KernelUnavailable, UnknownKernel, UnknownOp, nearest
+from ._errors import BackendError, DuplicateError, KernelUnavailable, OpslotError, UnknownKernel, UnknownOp, nearest
 from ._kernel import AUTO, EAGER, KernelSpec, Priority
-from ._target import check_kernel, load_target
+from ._target import check_kernel, code_of, load_target, source_name
 
 PROCESS_LOCAL = "process-local"
 
@@ -65,22 +67,24 @@ class Registry:
         """Take everything that `backend` offers, or raise and take nothing."""
         contracts = {**self._contracts, **_unique(backend.contracts, self._contracts, "contract")}
         kinds = {**self._kinds, **_unique(backend.device_kinds, self._kinds, "device kind")}
-        seen: set[tuple[str, str, str]] = set()
-        for spec in backend.kernels:
-            if (spec.op, spec.variant) not in contracts:
-                raise UnknownOp(f"kernel {spec}: there is no contract {spec.op}/{spec.variant}")
-            for name in (spec.name, *spec.aliases):
-                if (spec.op, spec.variant, name) in seen:
-                    raise DuplicateError(f"kernel {spec}: the name {name!r} is used twice in this backend")
-                seen.add((spec.op, spec.variant, name))
-        # Nothing below can raise.
-        self._contracts, self._kinds = contracts, kinds
+        aliases = dict(self._aliases)
         for contract in backend.contracts:
             for alias in contract.aliases:
                 op, _, variant = alias.partition("/")
-                self._aliases[op, variant] = contract.key
+                if (op, variant) in contracts or (op, variant) in aliases:
+                    raise DuplicateError(f"contract {contract}: its alias {alias!r} is the name of another contract")
+                aliases[op, variant] = contract.key
+        offers = {key: list(known) for key, known in self._offers.items()}
         for spec in backend.kernels:
-            self._offers.setdefault((spec.op, spec.variant), []).append(Offer(spec, distribution, version))
+            key = aliases.get((spec.op, spec.variant), (spec.op, spec.variant))
+            if key not in contracts:
+                raise UnknownOp(f"kernel {spec}: there is no contract {spec.op}/{spec.variant}")
+            mine = offers.setdefault(key, [])
+            for other in mine:
+                if other.distribution == distribution and (taken := _names(spec) & _names(other.spec)):
+                    raise DuplicateError(f"kernel {spec}: {distribution} uses the name {min(taken)!r} twice")
+            mine.append(Offer(spec, distribution, version))
+        self._contracts, self._kinds, self._aliases, self._offers = contracts, kinds, aliases, offers
 
     def register(self, spec: KernelSpec, *, replace: bool = False) -> None:
         """Offer a kernel from a script or notebook, in this process alone.
@@ -89,16 +93,14 @@ class Registry:
         raises `DuplicateError`, unless `replace=True`.
         """
         key = self.contract(spec.op, spec.variant).key
-        offers = self._offers.setdefault(key, [])
-        for old in offers:
-            if {spec.name, *spec.aliases} & {old.spec.name, *old.spec.aliases}:
-                if old.distribution != PROCESS_LOCAL:
-                    raise DuplicateError(f"kernel {spec}: {old} has this name already; choose another")
-                if not replace and _origin(old.spec) != _origin(spec):
-                    raise DuplicateError(f"kernel {spec}: registered before, from another function; pass replace=True")
-                offers.remove(old)
-                break
-        offers.append(Offer(spec, PROCESS_LOCAL))
+        offers = self._offers.get(key, [])
+        taken = [old for old in offers if _names(spec) & _names(old.spec)]
+        for old in taken:
+            if old.distribution != PROCESS_LOCAL:
+                raise DuplicateError(f"kernel {spec}: {old} has this name already; choose another")
+            if not replace and _origin(old.spec) != _origin(spec):
+                raise DuplicateError(f"kernel {spec}: registered before, from another function; pass replace=True")
+        self._offers[key] = [*(old for old in offers if old not in taken), Offer(spec, PROCESS_LOCAL)]
 
     def contracts(self) -> tuple[OpContract, ...]:
         return tuple(self._contracts[key] for key in sorted(self._contracts))
@@ -127,9 +129,11 @@ class Registry:
         """
         contract = self.contract(op, variant)
         distribution, _, bare = name.rpartition(":")
-        names = {bare, bare.removeprefix(contract.prefix)}
         offers = self.offers(op, variant)
-        found = [o for o in offers if names & {o.spec.name, *o.spec.aliases} and distribution in ("", o.distribution)]
+        mine = [o for o in offers if not distribution or _normal(o.distribution) == _normal(distribution)]
+        # A name as it is written wins over what is left of it without the contract's prefix.
+        names = (bare, bare.removeprefix(contract.prefix))
+        found = next((hits for wanted in names if (hits := [o for o in mine if wanted in _names(o.spec)])), [])
         if len(found) == 1:
             return found[0]
         if found:
@@ -138,7 +142,9 @@ class Registry:
                 f"choose one of: {_list(o.selector for o in found)}"
             )
         for record in self.records:
-            if record.error is not None and (record.name in names or record.distribution == distribution):
+            if record.error is not None and (
+                record.name in names or _normal(record.distribution) == _normal(distribution)
+            ):
                 raise BackendError(
                     f"kernel {name!r} for {contract}: backend {record.name!r} of {record.distribution} "
                     f"{record.version} failed to load: {type(record.error).__name__}: {record.error}"
@@ -162,14 +168,14 @@ class Registry:
         if reasons:
             raise KernelUnavailable(
                 f"kernel {name!r} for {op}/{variant} cannot run here: {'; '.join(reasons)}. "
-                f"Usable here: {_list(self.list_available(op, variant, device))}"
+                f"Usable here: {_list(self.list_available(op, variant, device, dtypes))}"
             )
         return Choice(offer, "asked for")
 
     def _auto(self, op: str, variant: str, device: Device, dtypes: tuple[str, ...]) -> Choice:
         offers = self.offers(op, variant)
         why_not = {o.selector: "; ".join(o.spec.unmet(device, dtypes)) for o in offers}
-        ranked = [o for o in offers if o.spec.priority > Priority.BY_NAME and not why_not[o.selector]]
+        ranked = [o for o in offers if _automatic(o.spec) and not why_not[o.selector]]
         if ranked:
             best = max(o.spec.priority for o in ranked)
             first, *ties = [o for o in ranked if o.spec.priority == best]
@@ -185,7 +191,7 @@ class Registry:
         owner = f"kernel {offer.spec} of {offer.distribution}"
         kernel = load_target(offer.spec.target, owner)
         check_kernel(kernel, self.contract(offer.spec.op, offer.spec.variant).signature(), owner)
-        return kernel
+        return kernel if offer.spec.backward else _forward_only(kernel, owner)
 
     def resolve(self, op: str, variant: str, name: str, device: Device | None = None) -> Callable[..., Any] | None:
         """The callable that `name` means on `device` (default: the present one). None for eager.
@@ -195,10 +201,12 @@ class Registry:
         offer = self.choose(op, variant, name, device or self.current_device()).offer
         return None if offer is None else self.load(offer)
 
-    def list_available(self, op: str, variant: str = "standard", device: Device | None = None) -> list[str]:
+    def list_available(
+        self, op: str, variant: str = "standard", device: Device | None = None, dtypes: tuple[str, ...] = ()
+    ) -> list[str]:
         """The names that `resolve` takes on `device`: "eager" first, then each kernel that is usable there."""
         device = device or self.current_device()
-        usable = [o for o in self.offers(op, variant) if not o.spec.unmet(device)]
+        usable = [o for o in self.offers(op, variant) if not o.spec.unmet(device, dtypes)]
         names = [o.spec.name for o in usable]
         return [EAGER, *(o.spec.name if names.count(o.spec.name) == 1 else o.selector for o in usable)]
 
@@ -211,7 +219,11 @@ class Registry:
             return device
         import torch
 
-        return describe(torch.device(device), self._kinds.values())
+        try:
+            wanted = torch.device(device)
+        except (RuntimeError, TypeError) as error:
+            raise OpslotError(f"device {device!r}: {error}") from error
+        return describe(wanted, self._kinds.values())
 
     def _failed(self) -> str:
         failed = [
@@ -230,13 +242,40 @@ def _unique(items: Iterable[Any], taken: dict[Any, Any], what: str) -> dict[Any,
     return fresh
 
 
-def _origin(spec: KernelSpec) -> tuple[str, str] | str:
-    """What stays the same when a notebook cell that defines the kernel runs again."""
-    if isinstance(spec.target, str):
-        return spec.target
-    kind = type(spec.target)
-    function = spec.target if hasattr(spec.target, "__qualname__") else kind
-    return getattr(function, "__module__", kind.__module__), getattr(function, "__qualname__", kind.__qualname__)
+def _names(spec: KernelSpec) -> set[str]:
+    return {spec.name, *spec.aliases}
+
+
+def _normal(distribution: str) -> str:
+    return re.sub(r"[-_.]+", "-", distribution).lower()
+
+
+def _automatic(spec: KernelSpec) -> bool:
+    """`auto` chooses for training: not what is meant to be chosen by name, nor what has no backward."""
+    return spec.priority > Priority.BY_NAME and spec.backward
+
+
+def _forward_only(kernel: Callable[..., Any], owner: str) -> Callable[..., Any]:
+    """The kernel, refusing to run where a gradient would be lost: without a backward nothing upstream would train."""
+    import torch
+
+    @functools.wraps(kernel)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        tensors = (a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor))
+        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+            raise KernelUnavailable(f"{owner} has no backward: call it under torch.no_grad(), or choose another kernel")
+        return kernel(*args, **kwargs)
+
+    return checked
+
+
+def _origin(spec: KernelSpec) -> str:
+    """What stays the same when a notebook cell that defines the kernel runs again.
+
+    Functions are known by their name, so that an edited cell replaces; what has no name of its own, by its code.
+    """
+    name = source_name(spec.target)
+    return name if "<lambda>" not in name and hasattr(spec.target, "__qualname__") else f"{name}#{code_of(spec.target)}"
 
 
 def _list(names: Iterable[str]) -> str:

@@ -1,10 +1,15 @@
 """What a kernel needs in order to run."""
 
 import re
+import sys
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from ._device import Device
 from ._errors import SpecError
+
+if TYPE_CHECKING:
+    from packaging.requirements import Requirement
 
 _ARCH_RANGE = re.compile(r"(?P<family>[A-Za-z]+_)(?P<low>\d+)\.\.(?:(?P=family)(?P<high>\d+))?")
 
@@ -27,12 +32,13 @@ class Requires:
 
     def __post_init__(self) -> None:
         for field in ("devices", "archs", "packages", "modules"):
-            value = getattr(self, field)
-            if not isinstance(value, tuple) or not all(isinstance(item, str) and item for item in value):
-                raise SpecError(f"Requires.{field} must be a tuple of strings, got {value!r}")
+            check_strings(f"Requires.{field}", getattr(self, field))
         for arch in self.archs:
-            if ".." in arch and not _ARCH_RANGE.fullmatch(arch):
+            span = _ARCH_RANGE.fullmatch(arch)
+            if ".." in arch and (span is None or int(span["low"]) > int(span["high"] or span["low"])):
                 raise SpecError(f"Requires.archs: {arch!r} is not a range like 'sm_80..' or 'sm_80..sm_90'")
+        for package in self.packages:
+            _requirement(package)
 
     def unmet(self, device: Device) -> tuple[str, ...]:
         """The reasons why these requirements do not hold on `device` in this environment; empty when they do."""
@@ -46,6 +52,12 @@ class Requires:
         return tuple(reasons)
 
 
+def check_strings(what: str, value: object) -> None:
+    """Raise `SpecError` unless `value` is a tuple of strings; a bare string would be taken letter by letter."""
+    if not isinstance(value, tuple) or not all(isinstance(item, str) and item for item in value):
+        raise SpecError(f"{what} must be a tuple of strings, got {value!r}")
+
+
 def _matches(wanted: str, arch: str) -> bool:
     span = _ARCH_RANGE.fullmatch(wanted)
     if span is None:
@@ -55,15 +67,9 @@ def _matches(wanted: str, arch: str) -> bool:
 
 
 def _missing_package(text: str) -> str:
-    # Both cost milliseconds to import, which `import opslot` does not have to pay.
     import importlib.metadata
 
-    from packaging.requirements import InvalidRequirement, Requirement
-
-    try:
-        requirement = Requirement(text)
-    except InvalidRequirement as error:
-        raise SpecError(f"Requires.packages: {text!r} is not a PEP 508 requirement: {error}") from error
+    requirement = _requirement(text)
     try:
         found = importlib.metadata.version(requirement.name)
     except importlib.metadata.PackageNotFoundError:
@@ -73,7 +79,17 @@ def _missing_package(text: str) -> str:
     return f"needs {text}, {found} is installed (pip install '{text}')"
 
 
+def _requirement(text: str) -> "Requirement":
+    from packaging.requirements import InvalidRequirement, Requirement
+
+    try:
+        return Requirement(text)
+    except InvalidRequirement as error:
+        raise SpecError(f"Requires.packages: {text!r} is not a PEP 508 requirement: {error}") from error
+
+
 def _importable(name: str) -> bool:
     import importlib.util
 
-    return importlib.util.find_spec(name.partition(".")[0]) is not None
+    top = name.partition(".")[0]
+    return top in sys.modules or importlib.util.find_spec(top) is not None

@@ -91,26 +91,37 @@ class OpSlot:
     def weight(self, linear: "torch.nn.Module") -> "torch.Tensor":
         """The weight of a plain `nn.Linear`, for a kernel that takes it as a tensor.
 
-        Reading `.weight` would skip what a LoRA adapter, a quantised layer or a hook adds in `forward`, and would see
+        Reading `.weight` would skip the bias and what a LoRA adapter, a quantised layer or a hook adds, and would see
         one shard of a sharded weight. All of these raise `BindError`, at the call, so also when wrapped after bind.
         """
-        from torch import Tensor, nn
-
-        weight = getattr(linear, "weight", None)
-        if not isinstance(linear, nn.Linear) or type(linear).forward is not nn.Linear.forward:
-            problem = "is not a plain nn.Linear"
-        elif "forward" in linear.__dict__:
-            problem = "has a forward of its own"
-        elif type(weight) is not Tensor and type(weight) is not nn.Parameter:
-            problem = f"has a weight of type {type(weight).__name__}"
-        elif weight.dim() != 2 or weight.numel() == 0:
-            problem = f"has a weight of shape {tuple(weight.shape)}, as a sharded parameter does"
-        else:
+        problem = self.weight_obstacle(linear)
+        if problem is None:
+            weight: torch.Tensor = linear.weight  # type: ignore[assignment]
             return weight
         raise BindError(
             f"{self!r} would read the weight of {type(linear).__name__}, which {problem}: what its forward adds would "
             f"be lost. Choose {self.op}: eager"
         )
+
+    @staticmethod
+    def weight_obstacle(linear: Any) -> str | None:
+        """Why the weight of this layer alone is not all that its call would use, or None."""
+        from torch import Tensor, nn
+
+        if not isinstance(linear, nn.Linear) or type(linear).forward is not nn.Linear.forward:
+            return "is not a plain nn.Linear"
+        if "forward" in linear.__dict__:
+            return "has a forward of its own"
+        if linear._forward_hooks or linear._forward_pre_hooks or linear._backward_hooks or linear._backward_pre_hooks:
+            return "has hooks"
+        if linear.bias is not None:
+            return "has a bias"
+        weight = linear.weight
+        if type(weight) is not Tensor and type(weight) is not nn.Parameter:
+            return f"has a weight of type {type(weight).__name__}"
+        if weight.dim() != 2 or weight.numel() == 0:
+            return f"has a weight of shape {tuple(weight.shape)}, as a sharded parameter does"
+        return None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "OpSlot":
         return self.bound_to(self.kernel, self.offer)

@@ -1,9 +1,10 @@
 """Targets: a function, or the lazy string that names one."""
 
+import functools
 import importlib
 import inspect
 from collections.abc import Callable
-from types import TracebackType
+from types import CodeType, FunctionType, TracebackType
 from typing import Any
 
 from ._errors import SpecError, TargetError, nearest
@@ -93,6 +94,31 @@ def plain_signature(signature: inspect.Signature) -> str:
     """The signature without annotations, as a reader wants it."""
     bare = [p.replace(annotation=p.empty) for p in signature.parameters.values()]
     return str(signature.replace(parameters=bare, return_annotation=inspect.Signature.empty))
+
+
+def source_name(target: Target) -> str:
+    """ "module:qualname" of a function, or of the type of a callable object."""
+    if isinstance(target, str):
+        return target
+    named = target if hasattr(target, "__qualname__") else type(target)
+    return f"{named.__module__}:{named.__qualname__}"
+
+
+def code_of(value: Any) -> str:
+    """A text that differs when a function computes something else: its code with all constants, defaults, captured
+    values and partial arguments. Objects without a stable text count by their type alone."""
+    if isinstance(value, functools.partial):
+        return code_of((value.func, value.args, tuple(sorted(value.keywords.items()))))
+    if isinstance(value, tuple | frozenset):
+        return f"({','.join(sorted(map(code_of, value)) if isinstance(value, frozenset) else map(code_of, value))})"
+    if isinstance(value, CodeType):
+        return f"{value.co_code.hex()}{code_of(value.co_names)}{code_of(value.co_consts)}"
+    if isinstance(value, FunctionType):
+        cells = tuple(cell.cell_contents for cell in value.__closure__ or ())
+        defaults = (value.__defaults__ or (), tuple(sorted((value.__kwdefaults__ or {}).items())))
+        return code_of((value.__code__, *defaults, cells))
+    plain = value is None or value is ... or isinstance(value, bool | int | float | complex | str | bytes)
+    return repr(value) if plain else source_name(type(value))
 
 
 class _Note:

@@ -41,7 +41,8 @@ def check(
     contract = known.contract(op, variant)
     reference = contract.load_reference()
     if isinstance(kernel, str):
-        name, function = kernel, known.resolve(op, variant, kernel, known.describe(device)) or reference
+        name, function = kernel, known.resolve(op, variant, kernel, known.describe(device))
+        function = reference if function is None else function
     else:
         name, function = getattr(kernel, "__qualname__", repr(kernel)), kernel
         check_kernel(kernel, contract.signature(), f"kernel {name} for {contract}")

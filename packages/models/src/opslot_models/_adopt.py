@@ -1,15 +1,17 @@
 """Adopting: give slots to a stock transformers model that exists already."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
-from opslot import BindError, Binding, OpsConfig, bind
+from opslot import BindError, Binding, OpsConfig, bind, registry
 
 from ._families import families
-from .adoption import swap_classes
+from .adoption import plan_swaps
 
 
 @dataclass(frozen=True)
@@ -39,20 +41,37 @@ def adopt(
     it before FSDP shards the model or accelerate prepares it. A user's own subclass of a model class keeps its
     class: its inner modules get slots, and `Adoption.left` names what did not.
 
-    `ops` and `device` are those of `opslot.bind`. Raises `BindError` when nothing in the model has a generated class.
-    When binding fails, the model has its new classes, which run upstream's code, and no kernel is bound.
+    `ops` and `device` are those of `opslot.bind`. Raises `BindError` when nothing in the model has a generated class,
+    or something has patched upstream's, and what `opslot.bind` raises. After an error the model is as it was.
     """
     config = OpsConfig.parse(ops)
-    swapped = swap_classes(model)
-    left = tuple(_left(model))
-    set_attention: Any = getattr(model, "set_attn_implementation", None)
-    if config.attn_implementation is not None and set_attention is not None:
-        set_attention(config.attn_implementation)
-    if not swapped and not any(_is_generated(module) for module in model.modules()):
+    config.select(registry())
+    swaps = plan_swaps(model)
+    if not swaps and not any(_is_generated(module) for module in model.modules()):
         raise BindError(
             f"{type(model).__name__} has no module of a generated family; there are: {', '.join(families())}"
         )
-    return Adoption(bind(model, config, device=device), swapped, left)
+    with ExitStack() as undo:
+        for swap in swaps:
+            undo.callback(swap.undo)
+            swap.do()
+        if config.attn_implementation is not None:
+            undo.callback(_set_attention(model, config.attn_implementation))
+        adoption = Adoption(bind(model, config, device=device), tuple(swap.name for swap in swaps), tuple(_left(model)))
+        undo.pop_all()
+    return adoption
+
+
+def _set_attention(model: torch.nn.Module, name: str) -> Callable[[], None]:
+    """Choose transformers' attention; returns what sets it back."""
+    choose: Any = getattr(model, "set_attn_implementation", None)
+    if choose is None:
+        raise BindError(
+            f"{type(model).__name__} cannot choose attention {name!r}: set it on the transformers model inside"
+        )
+    before = cast(Any, model).config._attn_implementation
+    choose(name)
+    return partial(choose, before)
 
 
 def _is_generated(module: torch.nn.Module) -> bool:

@@ -5,10 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from opslot import BindError, OpsConfig, OpslotError, bind
+from opslot import BindError, OpsConfig, OpslotError, bind, registry
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from ._families import generated_module
+
+# Where a checkpoint lies: the config must come from the same place as the weights.
+_HUB = ("subfolder", "revision", "token", "cache_dir", "force_download", "local_files_only")
 
 
 def build_foundation_model(
@@ -37,11 +40,15 @@ def build_foundation_model(
         kwargs["attn_implementation"] = ops.attn_implementation
     if dtype is not None:
         kwargs["dtype"] = dtype
+    # Judged before minutes go into weights.
+    ops.select(registry())
+    if device is not None:
+        registry().describe(device)
     model: Any
     if isinstance(config_or_path, PreTrainedConfig):
         model = _model_class(config_or_path, architecture)._from_config(config_or_path, **kwargs)
     else:
-        config = AutoConfig.from_pretrained(config_or_path)
+        config = AutoConfig.from_pretrained(config_or_path, **{k: v for k, v in kwargs.items() if k in _HUB})
         model = _load(_model_class(config, architecture), str(config_or_path), kwargs)
     model.opslot_binding = bind(model, ops, device=device)
     built: PreTrainedModel = model
@@ -63,12 +70,14 @@ def _model_class(config: PreTrainedConfig, architecture: str | None) -> type[Pre
 def _load(cls: type[PreTrainedModel], path: str, kwargs: dict[str, Any]) -> PreTrainedModel:
     load: Any = cls.from_pretrained
     model, info = load(path, output_loading_info=True, **kwargs)
-    problems = {kind: info[kind] for kind in ("missing_keys", "mismatched_keys") if info.get(kind)}
+    kinds = ("missing_keys", "unexpected_keys", "mismatched_keys")
+    problems = {kind: info[kind] for kind in kinds if info.get(kind)}
     if problems:
         detail = "; ".join(f"{kind.replace('_', ' ')}: {_some(keys)}" for kind, keys in problems.items())
         raise BindError(
-            f"the checkpoint {path} does not fill {cls.__name__}, and what is missing would train from random values: "
-            f"{detail}. To add a new head on purpose, build it with transformers and call opslot_models.adopt"
+            f"the checkpoint {path} is not one of {cls.__name__}: what is missing would train from random values, what "
+            f"is unexpected would be lost. {detail}. If that is meant, load it with transformers and call "
+            "opslot_models.adopt"
         )
     loaded: PreTrainedModel = model
     return loaded

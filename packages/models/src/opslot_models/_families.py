@@ -6,6 +6,7 @@ import inspect
 import pkgutil
 from functools import cache
 from types import ModuleType
+from typing import Any
 
 from opslot import OpslotError
 
@@ -27,18 +28,49 @@ def generated_module(model_type: str) -> ModuleType:
     return importlib.import_module(f"{_generated_set().__name__}.modeling_{model_type}")
 
 
-@cache
 def twins(model_type: str) -> dict[type, type]:
-    """Upstream's class -> the generated class of the same name, for every module class of a family."""
+    """Upstream's class -> the generated class of the same name, for every module class of a family.
+
+    A name that something has put another class under is left out: that class is not upstream's.
+    """
     import torch
 
     ours = generated_module(model_type)
     upstream = importlib.import_module(f"transformers.models.{model_type}.modeling_{model_type}")
     pairs = {}
-    for name, cls in inspect.getmembers(ours, inspect.isclass):
-        if cls.__module__ == ours.__name__ and issubclass(cls, torch.nn.Module):
-            pairs[getattr(upstream, name)] = cls
+    for name, cls in _own(ours).items():
+        theirs = getattr(upstream, name)
+        if isinstance(cls, type) and issubclass(cls, torch.nn.Module) and theirs.__module__ == upstream.__name__:
+            pairs[theirs] = cls
     return pairs
+
+
+def patches(upstream: ModuleType, ours: ModuleType) -> list[str]:
+    """The classes, functions and forwards of upstream's module that no longer come from upstream's file."""
+    patched = []
+    for name, value in _own(ours).items():
+        theirs = getattr(upstream, name, None)
+        if getattr(theirs, "__module__", None) != upstream.__name__:
+            patched.append(name)
+        elif not isinstance(value, type):
+            patched += [] if _file(theirs) == upstream.__file__ else [name]
+        elif "forward" in vars(value) and _file(vars(theirs).get("forward")) != upstream.__file__:
+            patched.append(f"{name}.forward")
+    return patched
+
+
+def _own(module: ModuleType) -> dict[str, Any]:
+    """The classes and functions that a module defines, by name."""
+    return {
+        name: value
+        for name, value in vars(module).items()
+        if (inspect.isclass(value) or inspect.isfunction(value)) and value.__module__ == module.__name__
+    }
+
+
+def _file(function: Any) -> str | None:
+    code = getattr(inspect.unwrap(function), "__code__", None) if function is not None else None
+    return code.co_filename if code is not None else None
 
 
 def _generated_set() -> ModuleType:

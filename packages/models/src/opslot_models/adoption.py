@@ -1,19 +1,21 @@
 """What the generated modules themselves need; users want `opslot_models.adopt`."""
 
-from collections.abc import Iterator
+import sys
+from dataclasses import dataclass
 
 import torch
-from opslot import BindError
+from opslot import BindError, OpSlot
 from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
-from ._families import families, twins
+from ._families import families, patches, twins
 
 
 def adopt_backbone(head: torch.nn.Module) -> None:
     """Give the backbone of a generic head its generated classes: `AutoModel` has just built upstream's."""
-    swap_classes(head)
+    for swap in plan_swaps(head):
+        swap.do()
 
 
 def own_loss(model: PreTrainedModel) -> str | None:
@@ -24,40 +26,63 @@ def own_loss(model: PreTrainedModel) -> str | None:
     return f"its loss_function is {getattr(loss, '__qualname__', loss)!r}, which a fused loss would bypass"
 
 
-def swap_classes(model: torch.nn.Module) -> tuple[str, ...]:
-    """Switch every upstream module of a generated family to its generated class, in place; their names.
+def loss_obstacle(model: PreTrainedModel) -> str | None:
+    """Why no fused loss may be bound: the loss is the user's own, or the head does more than its weight says."""
+    head = OpSlot.weight_obstacle(model.get_output_embeddings())
+    return own_loss(model) or (f"its head {head}" if head else None)
 
-    Attributes, parameters, hooks and state dict stay as they are. All modules are judged before the first changes:
-    `BindError` for one that runs another forward than its class's, or that FSDP has wrapped.
+
+@dataclass(frozen=True)
+class Swap:
+    """A module whose class changes from upstream's to ours, by assignment, since its state stays."""
+
+    name: str
+    module: torch.nn.Module
+    upstream: type
+    ours: type
+
+    def do(self) -> None:
+        self.module.__class__ = self.ours
+        if isinstance(self.module, PreTrainedModel):
+            # transformers finds what to record (router logits) by class, and fills this only in __init__.
+            _CAN_RECORD_REGISTRY[self.module] = self.module._can_record_outputs
+
+    def undo(self) -> None:
+        self.module.__class__ = self.upstream
+
+
+def plan_swaps(model: torch.nn.Module) -> tuple[Swap, ...]:
+    """Every upstream module of a generated family below `model`. Nothing changes yet.
+
+    Raises `BindError` for one that runs another forward than its class's, that FSDP has wrapped, or whose class is no
+    longer upstream's own because something patched it.
     """
     pairs = {upstream: ours for family in families() if _is_loaded(family) for upstream, ours in twins(family).items()}
-    swaps = [(name, module, pairs[type(module)]) for name, module in model.named_modules() if type(module) in pairs]
-    for name, module, _ in swaps:
-        if "forward" in vars(module):
+    modules = list(model.named_modules())
+    swaps = tuple(
+        Swap(name, module, type(module), pairs[type(module)]) for name, module in modules if type(module) in pairs
+    )
+    for swap in swaps:
+        if "forward" in vars(swap.module):
             raise BindError(
-                f"{name or type(module).__name__} has a forward of its own ({vars(module)['forward']!r}), which calls "
-                "upstream's code and would never reach a kernel. Adopt before whatever wrapped it (accelerate, "
-                "mixed precision, use_kernels)"
+                f"{swap.name or swap.upstream.__name__} has a forward of its own ({vars(swap.module)['forward']!r}), "
+                "which calls upstream's code and would never reach a kernel. Adopt before whatever wrapped it "
+                "(accelerate, mixed precision, use_kernels)"
             )
-    for name, module in _sharded(model, pairs):
-        raise BindError(f"{name or type(module).__name__} is sharded already: adopt before fully_shard")
-    for _, module, ours in swaps:
-        module.__class__ = ours
-        if isinstance(module, PreTrainedModel):
-            # transformers finds what to record (router logits) by class, and fills this only in __init__.
-            _CAN_RECORD_REGISTRY[module] = module._can_record_outputs
-    return tuple(name for name, _, _ in swaps)
+    for name, module in modules:
+        # fully_shard makes `FSDPX(FSDPModule, X)` of a module's class X.
+        if type(module).__name__.startswith("FSDP") and type(module).__bases__[-1] in pairs:
+            raise BindError(f"{name or type(module).__name__} is sharded already: adopt before fully_shard")
+    for module_name in {swap.upstream.__module__ for swap in swaps}:
+        patched = patches(sys.modules[module_name], sys.modules[next(s.ours.__module__ for s in swaps)])
+        if patched:
+            raise BindError(
+                f"{module_name} is patched ({', '.join(patched)}), and the generated classes would silently run "
+                "upstream's code instead. Choose between that patch and opslot"
+            )
+    return swaps
 
 
 def _is_loaded(family: str) -> bool:
     """Whether upstream's module is imported: without it no model of that family can exist."""
-    import sys
-
     return f"transformers.models.{family}.modeling_{family}" in sys.modules
-
-
-def _sharded(model: torch.nn.Module, pairs: dict[type, type]) -> Iterator[tuple[str, torch.nn.Module]]:
-    for name, module in model.named_modules():
-        # fully_shard makes `FSDPX(FSDPModule, X)` of a module's class X.
-        if type(module).__name__.startswith("FSDP") and type(module).__bases__[-1] in pairs:
-            yield name, module

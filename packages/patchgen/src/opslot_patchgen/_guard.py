@@ -2,7 +2,7 @@
 
 import ast
 import builtins
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import assert_never
 
 import libcst as cst
@@ -70,7 +70,8 @@ def _region_edit(tree: Tree, guard: RegionGuard) -> Edit:
     statements = _stretch(tree, method, guard)
     _require_same_results(tree, guard, statements)
     edit, kept, indent = _reindented(tree, statements)
-    _require_known(tree, method, guard.slot, edit.start, guard.when, guard.kernel_call)
+    imported = {reference.partition(":")[2] for reference in guard.uses}
+    _require_known(tree, method, guard.slot, edit.start, guard.when, guard.kernel_call, imported=imported)
     taken = [f"{name} = None" for name in guard.cleared]
     taken += [f"{guard.result} = kernel(", *(f"    {argument}," for argument in guard.arguments), ")"]
     head = _read_slot(guard.slot, indent, guard.when)
@@ -163,10 +164,12 @@ def _reachable_method(tree: Tree, target: str) -> Method:
     return method
 
 
-def _require_known(tree: Tree, method: Method, slot: Slot, line: int, *expressions: str) -> None:
+def _require_known(
+    tree: Tree, method: Method, slot: Slot, line: int, *expressions: str, imported: Set[str] = frozenset()
+) -> None:
     """A guard runs only with a kernel bound, so a name that upstream renamed must be found here, not there."""
     seen = {name.value for name in tree.walk(method.node, cst.Name) if tree.position(name).start.line <= line}
-    known = {"kernel", *dir(builtins), *tree.globals, *seen}
+    known = {"kernel", *dir(builtins), *tree.globals, *seen, *imported}
     attributes = tree.attributes(method.owner) | {slot.attribute}
     activation = () if slot.activation is None else (f"self.{slot.activation}",)
     for expression in (*activation, *expressions):

@@ -6,7 +6,7 @@ import libcst as cst
 
 from opslot_patchgen._edit import Edit, insertion
 from opslot_patchgen._errors import NameCollision, SourceError, SpecError, TargetGone, UpstreamEscape
-from opslot_patchgen._spec import ForwardGuard, ModelSpec, Slot
+from opslot_patchgen._spec import ForwardGuard, ModelSpec, RegionGuard, Slot
 from opslot_patchgen._tree import Definition, Tree
 
 _ADOPT = "opslot_models.adoption:adopt_backbone"
@@ -60,6 +60,7 @@ def _our_imports(tree: Tree, spec: ModelSpec, has_heads: bool) -> list[Edit]:
     if any(isinstance(guard, ForwardGuard) for guard in spec.guards):
         needed["opslot"].add("guard_forward")
     references = {guard.slot.check for guard in spec.guards if guard.slot.check}
+    references |= {name for guard in spec.guards if isinstance(guard, RegionGuard) for name in guard.uses}
     for reference in references | ({_ADOPT} if has_heads else set()):
         module, _, name = reference.partition(":")
         needed.setdefault(module, set()).add(name)

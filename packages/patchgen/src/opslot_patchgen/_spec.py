@@ -91,7 +91,8 @@ class RegionGuard(_Guard):
     """Around the statements of a method from the one that calls `first` to the one that calls `last`.
 
     A kernel runs when `when` holds: it is called with `arguments`, its value goes to `result`, and every name in
-    `cleared` becomes None. Together these must be all that the region assigns.
+    `cleared` becomes None. Together these must be all that the region assigns. `uses` are functions, "module:name",
+    that `when` or the arguments call and that the generated module imports.
     """
 
     first: str
@@ -100,9 +101,12 @@ class RegionGuard(_Guard):
     result: str
     arguments: tuple[str, ...]
     cleared: tuple[str, ...] = ()
+    uses: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         _require(_METHOD, self.target, "target")
+        for reference in self.uses:
+            _require(_REFERENCE, reference, "function")
         for callee in (self.first, self.last):
             _require(_DOTTED, callee, "call")
         for name in (self.result, *self.cleared):

@@ -95,7 +95,12 @@ class _Loss(torch.autograd.Function):
             rows.to(dtype), weight.to(dtype), cast, target, ignore_index, scale, softcap, *wanted
         )
         rows_counted = (target != ignore_index).sum()
-        count = rows_counted if num_items is None else torch.as_tensor(num_items, device=total.device)
+        if num_items is None:
+            count = rows_counted
+        elif isinstance(num_items, Tensor):
+            count = num_items.to(total.device)
+        else:
+            count = total.new_full((), num_items)  # as_tensor would compile anew for every number
         ctx.save_for_backward(*gradients, rows_counted, count)
         ctx.wanted = wanted
         ctx.dtypes = rows.dtype, weight.dtype, dtype if bias is None else bias.dtype

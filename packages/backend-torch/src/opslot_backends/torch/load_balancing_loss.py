@@ -35,7 +35,10 @@ def load_balancing_loss(
 
 class _Balance(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, num_experts: int, top_k: int, weights: Tensor | None, *layers: Tensor) -> Tensor:
+    def forward(ctx: Any, *arguments: Any) -> Tensor:
+        # Not by name: torch 2.13's compiler, without gradients, counts parameters to tell whether there is a ctx, and
+        # named ones before `*layers` are as many as the arguments when there are two layers.
+        num_experts, top_k, weights, *layers = arguments
         logits = _stack(layers)
         largest, selected = logits.topk(top_k, dim=-1)
         peak = largest[:, :1]
@@ -50,13 +53,13 @@ class _Balance(torch.autograd.Function):
             # Not as matrix products, which autocast would make in half precision.
             counts, sums = ((each * weights.unsqueeze(-1)).sum(0) for each in (chosen, probabilities))
         slope = counts / rows / rows * num_experts
-        ctx.save_for_backward(slope, weights, peak, *layers)
-        return (slope * sums).sum()
+        ctx.save_for_backward(slope, peak, weights, *layers)
+        return torch.sum(slope * sums)
 
     @staticmethod
     @first_order
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        slope, weights, peak, *layers = ctx.saved_tensors
+        slope, peak, weights, *layers = ctx.saved_tensors
         slope = slope * grad
         probabilities = _softmax(_stack(layers), peak)
         d_logits = probabilities * (slope - (probabilities @ slope).unsqueeze(-1))

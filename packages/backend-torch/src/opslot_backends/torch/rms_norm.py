@@ -14,9 +14,11 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     if not x.is_cuda:
         out: Tensor = _RMSNorm.apply(x, weight, eps)  # type: ignore[no-untyped-call]
         return out
-    if x.dtype == weight.dtype:
-        return F.rms_norm(x, weight.shape, weight, eps)
-    return weight * F.rms_norm(x, weight.shape, None, eps)
+    # Autocast would run this one in float32, and give float32 where upstream's own operations keep x.dtype.
+    with torch.autocast("cuda", enabled=False):
+        if x.dtype == weight.dtype:
+            return F.rms_norm(x, weight.shape, weight, eps)
+        return weight * F.rms_norm(x, weight.shape, None, eps)
 
 
 class _RMSNorm(torch.autograd.Function):

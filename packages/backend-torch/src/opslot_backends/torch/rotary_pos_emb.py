@@ -13,8 +13,14 @@ def rotary_pos_emb(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim
     cos = cos.unsqueeze(unsqueeze_dim)
     sin = sin.unsqueeze(unsqueeze_dim)
     if torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad):
-        return _rotate(q, cos, sin), _rotate(k, cos, sin)
+        return _plain(q, cos, sin), _plain(k, cos, sin)
     return _Rotation.apply(q, cos, sin), _Rotation.apply(k, cos, sin)  # type: ignore[no-untyped-call]
+
+
+def _plain(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """For tables that are learnt: differentiable in all its arguments."""
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-second, first), dim=-1) * sin
 
 
 class _Rotation(torch.autograd.Function):
@@ -29,16 +35,15 @@ class _Rotation(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         cos, sin = ctx.saved_tensors
         # The transpose of the rotation: the sines change sign, and each multiplies what it came from.
-        turned = sin.unflatten(-1, (2, -1)).flip(-2).neg_().flatten(-2)
-        return _rotate(grad, cos, turned).to(ctx.dtype), None, None
+        return _rotate(grad, cos, torch.cat(sin.chunk(2, dim=-1)[::-1], dim=-1).neg_()).to(ctx.dtype), None, None
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    # Halves as a dimension of their own: slices at D // 2 would be symbolic in a graph for any D, and torch 2.13 loses
-    # such symbols between the two graphs of an autograd function.
-    halves, sines = x.unflatten(-1, (2, -1)), sin.unflatten(-1, (2, -1))
+    # Halves by chunk: a slice at D // 2 is symbolic in a graph for any D, and torch 2.13 loses such a symbol between
+    # the two graphs of an autograd function.
+    (first, second), (sin_first, sin_second) = x.chunk(2, dim=-1), sin.chunk(2, dim=-1)
     out = x * cos
-    rotated = out.unflatten(-1, (2, -1))
-    rotated[..., 0, :].addcmul_(halves[..., 1, :], sines[..., 0, :], value=-1)
-    rotated[..., 1, :].addcmul_(halves[..., 0, :], sines[..., 1, :])
+    out_first, out_second = out.chunk(2, dim=-1)
+    out_first.addcmul_(second, sin_first, value=-1)
+    out_second.addcmul_(first, sin_second)
     return out

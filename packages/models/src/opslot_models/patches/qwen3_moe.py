@@ -28,10 +28,12 @@ SPEC = ModelSpec(
         ),
         RegionGuard(
             target="Qwen3MoeForCausalLM.forward",
-            slot=Slot("cross_entropy_loss", "causal", check="opslot_models.adoption:own_loss"),
+            slot=Slot("cross_entropy_loss", "causal", check="opslot_models.adoption:loss_obstacle"),
             first="self.lm_head",
             last="self.loss_function",
-            when="labels is not None and torch.is_grad_enabled()",
+            # A loss function that the user sets after bind is the user's choice, and runs.
+            when="labels is not None and torch.is_grad_enabled() and own_loss(self) is None",
+            uses=("opslot_models.adoption:own_loss",),
             cleared=("logits",),
             result="loss",
             arguments=(

@@ -41,12 +41,12 @@ class Job:
 
 @dataclass(frozen=True)
 class Run:
-    """One training run: the loss of every step, the seconds of all steps but the first, which warms up."""
+    """One training run: the loss of every step, and the seconds of a step, the first one, which warms up, left out."""
 
     model: PreTrainedModel
     binding: Binding
     losses: list[float]
-    seconds_per_step: float
+    seconds_per_step: float | None
 
 
 def demo_config(sequence_length: int) -> PreTrainedConfig:
@@ -149,9 +149,9 @@ class _Record(TrainerCallback):
         if logs and "loss" in logs:
             self.losses.append(float(logs["loss"]))
 
-    def seconds_per_step(self) -> float:
+    def seconds_per_step(self) -> float | None:
         steps = len(self._ends) - 1
-        return (self._ends[-1] - self._ends[0]) / steps if steps > 0 else float("nan")
+        return (self._ends[-1] - self._ends[0]) / steps if steps > 0 else None
 
 
 class _Bar(ProgressCallback):

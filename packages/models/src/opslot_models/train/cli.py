@@ -3,7 +3,7 @@
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -31,17 +31,42 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--data", help="UTF-8 text file (default: Python's language reference)")
     parser.add_argument("--ops", default="auto", help="YAML file of kernels, or 'auto' (default) or 'eager'")
     parser.add_argument("--output", type=Path, default=Path("runs/opslot-train"), help="default: %(default)s")
-    parser.add_argument("--steps", type=int, default=150, help="default: %(default)s")
-    parser.add_argument("--batch-size", type=int, default=8, help="sequences per process; default: %(default)s")
-    parser.add_argument("--sequence-length", type=int, default=128, help="tokens; default: %(default)s")
-    parser.add_argument("--learning-rate", type=float, help="default: 3e-3 for the new model, 2e-5 with --model")
+    parser.add_argument("--steps", type=_at_least(1), default=150, help="default: %(default)s")
+    parser.add_argument(
+        "--batch-size", type=_at_least(1), default=8, help="sequences per process; default: %(default)s"
+    )
+    parser.add_argument("--sequence-length", type=_at_least(2), default=128, help="tokens; default: %(default)s")
+    parser.add_argument("--learning-rate", type=_positive, help="default: 3e-3 for the new model, 2e-5 with --model")
     parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="default: %(default)s")
     parser.add_argument("--no-compare", action="store_true", help="skip the second run, which binds no kernel")
     return parser
 
 
+def _seconds(value: float | None) -> str:
+    return "unknown time" if value is None else f"{value:.3f} s"
+
+
+def _at_least(least: int) -> Callable[[str], int]:
+    def whole(text: str) -> int:
+        if int(text) < least:
+            raise argparse.ArgumentTypeError(f"must be at least {least}")
+        return int(text)
+
+    return whole
+
+
+def _positive(text: str) -> float:
+    if not float(text) > 0:
+        raise argparse.ArgumentTypeError("must be above 0")
+    return float(text)
+
+
 def _run(options: argparse.Namespace) -> int:
+    if options.output.exists() and not options.output.is_dir():
+        raise OpslotError(f"--output {options.output} is a file")
+    if options.model is not None and options.model.startswith((".", "/")) and not Path(options.model).is_dir():
+        raise OpslotError(f"--model {options.model}: no such folder")
     # Judged before torch and transformers take their seconds to import.
     ops = OpsConfig.parse(options.ops)
     missing = [name for name in ("accelerate", "matplotlib") if find_spec(name) is None]
@@ -60,7 +85,11 @@ def _run(options: argparse.Namespace) -> int:
         steps=options.steps,
         batch_size=options.batch_size,
         sequence_length=options.sequence_length,
-        learning_rate=options.learning_rate or (3e-3 if options.model is None else 2e-5),
+        learning_rate=options.learning_rate
+        if options.learning_rate is not None
+        else 3e-3
+        if options.model is None
+        else 2e-5,
         seed=options.seed,
         dtype=getattr(torch, options.dtype),
     )
@@ -94,7 +123,7 @@ def _run(options: argparse.Namespace) -> int:
         tail = losses[-10:]
         print(
             f"{name}: loss {losses[0]:.3f} -> {sum(tail) / len(tail):.3f} (mean of the last {len(tail)}), "
-            f"{seconds[name]:.3f} s per step"
+            f"{_seconds(seconds[name])} per step"
         )
     print(
         f"reloaded by stock transformers: largest logit difference {difference['unbound']:.1e} with the kernels "

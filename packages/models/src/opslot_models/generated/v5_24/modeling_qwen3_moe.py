@@ -55,7 +55,7 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 from transformers.models.qwen3_moe.configuration_qwen3_moe import Qwen3MoeConfig
 from opslot import OpSlot, guard_forward  # opslot
-from opslot_models.adoption import adopt_backbone, own_loss  # opslot
+from opslot_models.adoption import adopt_backbone, loss_obstacle, own_loss  # opslot
 
 
 def rotate_half(x):
@@ -601,7 +601,7 @@ def load_balancing_loss_func(
 
 @auto_docstring
 class Qwen3MoeForCausalLM(Qwen3MoePreTrainedModel, GenerationMixin):
-    cross_entropy_loss_op = OpSlot("cross_entropy_loss", "causal", check=own_loss)  # opslot
+    cross_entropy_loss_op = OpSlot("cross_entropy_loss", "causal", check=loss_obstacle)  # opslot
     load_balancing_loss_op = OpSlot("load_balancing_loss", "standard")  # opslot
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
     _tp_plan = {"lm_head": "colwise_gather_output"}
@@ -672,7 +672,7 @@ class Qwen3MoeForCausalLM(Qwen3MoePreTrainedModel, GenerationMixin):
 
         hidden_states = outputs.last_hidden_state
         hidden_states = slice_logits_to_keep(hidden_states, logits_to_keep)
-        kernel = self.cross_entropy_loss_op.kernel if labels is not None and torch.is_grad_enabled() else None  # opslot: cross_entropy_loss/causal
+        kernel = self.cross_entropy_loss_op.kernel if labels is not None and torch.is_grad_enabled() and own_loss(self) is None else None  # opslot: cross_entropy_loss/causal
         if kernel is not None:  # opslot
             logits = None  # opslot
             loss = kernel(  # opslot

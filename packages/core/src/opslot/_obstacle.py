@@ -1,0 +1,75 @@
+"""Obstacles: why a module cannot hand its work to any kernel, whichever it is."""
+
+import inspect
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from ._contract import OpContract
+from ._slot import OpSlot
+from ._target import load_target
+
+if TYPE_CHECKING:
+    import torch
+
+
+def obstacle(module: "torch.nn.Module", attribute: str, contract: OpContract) -> str | None:
+    """Why no kernel may run in place of the code that this module's slot guards, or None."""
+    slot: OpSlot = getattr(module, attribute)
+    hidden = _hidden(module, attribute)
+    if hidden is not None:
+        return hidden
+    if slot.activation is not None and contract.activation is not None:
+        activation = getattr(module, slot.activation)
+        if not _same_function(activation, load_target(contract.activation, f"the activation of {contract}")):
+            return f"its activation {activation!r} is not the {contract.activation!r} of the contract"
+    return slot.check(module) if slot.check is not None else None
+
+
+def parameter_dtypes(module: "torch.nn.Module") -> tuple[str, ...]:
+    """The floating dtypes of the module's own parameters, or else of the first below it."""
+    own = [p for p in module._parameters.values() if p is not None and p.is_floating_point()]
+    parameters = own or [p for p in module.parameters() if p.is_floating_point()][:1]
+    return tuple(sorted({str(p.dtype).removeprefix("torch.") for p in parameters}))
+
+
+def _hidden(module: "torch.nn.Module", attribute: str) -> str | None:
+    """Why the guard is never reached: a forward of the instance, or of a class below the one that has the slot."""
+    forward = vars(module).get("forward")
+    if forward is not None and not _reaches(forward, module):
+        return f"its forward was replaced by {forward!r}, so the guard in {type(module).__name__} is never reached"
+    classes: Any = type(module).__mro__
+    ours = next((cls for cls in classes if isinstance(vars(cls).get(attribute), OpSlot)), None)
+    if ours is None:
+        return None
+    for cls in classes[: classes.index(ours)]:
+        if "forward" in vars(cls) and inspect.unwrap(vars(cls)["forward"]) is not inspect.unwrap(ours.forward):
+            return (
+                f"{cls.__qualname__} has a forward of its own, so the guard in {ours.__qualname__} may never be reached"
+            )
+    return None
+
+
+def _reaches(forward: Any, module: "torch.nn.Module") -> bool:
+    """Whether an instance's own forward still calls its class's, as accelerate's wrappers do and kernelize does not."""
+    seen = 0
+    while forward is not None and seen < 16:
+        if getattr(forward, "__func__", forward) is type(module).forward:
+            return True
+        inner = getattr(forward, "__wrapped__", None)
+        forward = inner if inner is not None else vars(module).get("_old_forward") if seen == 0 else None
+        seen += 1
+    return False
+
+
+def _same_function(activation: Any, expected: Callable[..., Any]) -> bool:
+    """Compare by values: names and classes of one function differ between libraries and versions.
+
+    What has parameters is another function as soon as it trains.
+    """
+    import torch
+
+    if isinstance(activation, torch.nn.Module) and next(activation.parameters(), None) is not None:
+        return False
+    with torch.no_grad():
+        points = torch.linspace(-32, 32, 129, device="cpu")
+        return torch.allclose(activation(points.clone()), expected(points), rtol=1e-5, atol=1e-6)
