@@ -313,3 +313,12 @@ def test_a_device_that_is_not_there_is_a_named_error(known, model, device):
 def test_what_is_no_module():
     with pytest.raises(BindError, match=r"None is not a torch\.nn\.Module"):
         bind(None)
+
+
+def test_the_report_names_backends_that_failed_and_says_when_it_is_out_of_date(known, model):
+    known.records.append(opslot.BackendRecord("bad", "bad-dist", "2.0", error=opslot.OpslotError("boom")))
+    binding = bind(model, "auto", device="cpu", registry=known)
+    assert "These backends failed to load: bad-dist (OpslotError: boom)" in str(binding)
+    assert "no longer as bound" not in str(binding)
+    binding.unbind()
+    assert "2 of them are no longer as bound, see verify()" in str(binding).splitlines()[0]

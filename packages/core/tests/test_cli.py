@@ -28,7 +28,7 @@ def test_list_as_json(capsys):
     assert op["fields"] == ["scale", "rescale", "scale_implementation", "rescale_implementation", "scaling"]
 
 
-@pytest.mark.parametrize("name", ["scale", "rescale", "scale/standard", "rescale/standard"])
+@pytest.mark.parametrize("name", ["scale", "rescale", "scale/standard", "rescale/standard", "scaling"])
 def test_explain_gives_the_contract(capsys, name):
     assert main(["explain", name]) == 0
     out = capsys.readouterr().out
@@ -65,3 +65,10 @@ def test_backends_shows_a_failure_with_its_traceback_and_exits_with_1(known, cap
 def test_python_m_opslot():
     done = subprocess.run([sys.executable, "-m", "opslot", "backends"], capture_output=True, text=True, timeout=60)
     assert "opslot" in done.stdout
+
+
+def test_a_backend_that_failed_is_named_by_every_listing(known, capsys):
+    known.records.append(BackendRecord("bad", "bad-dist", "2.0", error=OpslotError("boom")))
+    for command in (["list"], ["explain", "scale"], ["list", "--json"]):
+        assert main(command) == 0
+        assert "These backends failed to load: bad-dist (OpslotError: boom)" in capsys.readouterr().err

@@ -31,7 +31,7 @@ def test_list_available_is_eager_first_then_what_is_usable_here(known):
 def test_unknown_names_list_the_valid_ones_and_the_nearest(known):
     with pytest.raises(LookupError, match=r"unknown op 'scael' \(did you mean 'scale'\?\); known: scale"):
         known.resolve("scael", "standard", "fast")
-    with pytest.raises(opslot.UnknownOp, match=r"no variant 'othr' .*'other'\?\); it has: other, standard"):
+    with pytest.raises(opslot.UnknownOp, match=r"no variant 'othr'; scale has: other, standard"):
         known.resolve("scale", "othr", "fast")
     with pytest.raises(opslot.UnknownKernel, match=r"'fats'.*did you mean 'fast'.*known: eager, auto, cuda, fast"):
         known.resolve("scale", "standard", "fats")

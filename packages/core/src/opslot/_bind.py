@@ -71,7 +71,8 @@ def bind(
         writes.append(Write(site.module, site.attribute, slot, planner.original(site), contract))
     used = {(row.op, row.variant) for row in rows}
     unused = {field for key, (_, field) in selected.items()} - {f for key, (_, f) in selected.items() if key in used}
-    binding = Binding(model, judged, tuple(rows), tuple(writes), tuple(sorted(unused)))
+    failures = registry.failures().removeprefix(". ")
+    binding = Binding(model, judged, tuple(rows), tuple(writes), tuple(sorted(unused)), failures)
     binding.apply()
     _log(binding)
     return binding

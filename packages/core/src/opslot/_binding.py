@@ -70,10 +70,12 @@ class Binding:
         rows: tuple[Row, ...],
         writes: tuple[Write, ...],
         unused: tuple[str, ...],
+        failures: str = "",
     ) -> None:
         self.device = device
         self.rows = rows
         self.unused = unused
+        self.failures = failures
         self._model = model
         self._writes = writes
 
@@ -134,6 +136,7 @@ class Binding:
             "environment_fingerprint": _digest(sorted(environment.items())),
             "environment": environment,
             "unused": list(self.unused),
+            "failures": self.failures,
             "slots": [asdict(row) for row in self.rows],
         }
 
@@ -164,11 +167,15 @@ class Binding:
             kernel = " ".join(p for p in (row.kernel, row.distribution, row.version) if p)
             groups.setdefault((f"{row.op}/{row.variant}", kernel, row.reason), []).append(row.module)
         lines = [f"opslot: {len(self.rows)} slots on {self.device}, choice {self.fingerprint}"]
+        changed = self.verify()
+        if changed:
+            lines[0] += f"; {len(changed)} of them are no longer as bound, see verify()"
         width = max((len(op) for op, _, _ in groups), default=0)
         for (op, kernel, reason), modules in groups.items():
             lines.append(f"  {op:{width}}  {len(modules):4} x  {kernel}  [{reason}]")
             lines.append(f"  {'':{width}}          {', '.join(_collapse(modules))}")
         lines += [f"  unused: {field} was chosen, but this model has no such slot" for field in self.unused]
+        lines += [f"  {self.failures}"] if self.failures else []
         return "\n".join(lines)
 
 

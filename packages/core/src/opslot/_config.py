@@ -93,8 +93,9 @@ class OpsConfig:
             if name not in owners:
                 valid = sorted({contract.config_fields()[0] for contract in registry.contracts()})
                 raise ConfigError(
-                    f"{self.origin}: unknown field {name!r}{nearest(name, owners)}; "
-                    f"known: {', '.join(valid)} (each also as <op>_implementation), default, attn_implementation"
+                    f"{self.origin}: unknown field {name!r}{nearest(name, [*owners, 'ops_implementation'])}; known: "
+                    f"{', '.join(valid)} (each also as <op>_implementation), default, attn_implementation"
+                    f"{registry.failures()}"
                 )
             for contract, value in self._per_contract(name, owners[name], registry):
                 taken = selected.get(contract.key)
@@ -114,14 +115,14 @@ class OpsConfig:
             for variant, kernel in value.items():
                 known = any(f"{alias}/{variant}" in contract.aliases for contract in contracts)
                 contract = registry.contract(alias if known else contracts[0].op, variant)
-                _check_name(registry, [contract], kernel)
+                _check_name(registry, [contract], kernel, f"{self.origin}: {name}.{variant}")
                 yield contract, kernel
         else:
-            _check_name(registry, contracts, value)
+            _check_name(registry, contracts, value, f"{self.origin}: {name}")
             yield from ((contract, value) for contract in contracts)
 
 
-def _check_name(registry: Registry, contracts: list[OpContract], kernel: str) -> None:
+def _check_name(registry: Registry, contracts: list[OpContract], kernel: str, where: str) -> None:
     """Raise unless one of the contracts knows the kernel, so that a typo is noticed whatever the model has."""
     if kernel in (AUTO, EAGER):
         return
@@ -134,7 +135,7 @@ def _check_name(registry: Registry, contracts: list[OpContract], kernel: str) ->
             unknown.append(error)
         else:
             return
-    raise unknown[0]
+    raise UnknownKernel(f"{where}: {unknown[0]}")
 
 
 def _name(where: str, value: Any, origin: str) -> str:

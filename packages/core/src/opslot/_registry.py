@@ -9,7 +9,16 @@ from typing import Any
 from ._backend import Backend
 from ._contract import Key, OpContract
 from ._device import Device, DeviceKind, current_device, describe
-from ._errors import BackendError, DuplicateError, KernelUnavailable, OpslotError, UnknownKernel, UnknownOp, nearest
+from ._errors import (
+    BackendError,
+    DuplicateError,
+    KernelUnavailable,
+    OpslotError,
+    SpecError,
+    UnknownKernel,
+    UnknownOp,
+    nearest,
+)
 from ._kernel import AUTO, EAGER, KernelSpec, Priority
 from ._target import check_kernel, code_of, load_target, source_name
 
@@ -78,7 +87,9 @@ class Registry:
         for spec in backend.kernels:
             key = aliases.get((spec.op, spec.variant), (spec.op, spec.variant))
             if key not in contracts:
-                raise UnknownOp(f"kernel {spec}: there is no contract {spec.op}/{spec.variant}")
+                raise UnknownOp(
+                    f"kernel {spec}: there is no contract {spec.op}/{spec.variant}{_variants(spec.op, contracts)}"
+                )
             mine = offers.setdefault(key, [])
             for other in mine:
                 if other.distribution == distribution and (taken := _names(spec) & _names(other.spec)):
@@ -92,6 +103,8 @@ class Registry:
         Running the same definition again replaces it, as a notebook cell does. Another function under a taken name
         raises `DuplicateError`, unless `replace=True`.
         """
+        if not isinstance(spec, KernelSpec):
+            raise SpecError(f"register takes a KernelSpec(op=..., name=..., target=function), got {spec!r}")
         key = self.contract(spec.op, spec.variant).key
         offers = self._offers.get(key, [])
         taken = [old for old in offers if _names(spec) & _names(old.spec)]
@@ -112,9 +125,8 @@ class Registry:
             return found
         ops = {known for known, _ in self._contracts}
         if op in ops:
-            mine = [v for o, v in sorted(self._contracts) if o == op]
-            raise UnknownOp(f"op {op!r} has no variant {variant!r}{nearest(variant, mine)}; it has: {_list(mine)}")
-        raise UnknownOp(f"unknown op {op!r}{nearest(op, ops)}; known: {_list(sorted(ops))}{self._failed()}")
+            raise UnknownOp(f"op {op!r} has no variant {variant!r}{_variants(op, self._contracts)}")
+        raise UnknownOp(f"unknown op {op!r}{nearest(op, ops)}; known: {_list(sorted(ops))}{self.failures()}")
 
     def offers(self, op: str, variant: str = "standard") -> tuple[Offer, ...]:
         """Every kernel for this contract, usable here or not, by name."""
@@ -151,7 +163,7 @@ class Registry:
                 ) from record.error
         valid = [EAGER, AUTO, *(o.spec.name for o in offers)]
         raise UnknownKernel(
-            f"no kernel {name!r} for {contract}{nearest(name, valid)}; known: {_list(valid)}{self._failed()}"
+            f"no kernel {name!r} for {contract}{nearest(name, valid)}; known: {_list(valid)}{self.failures()}"
         )
 
     def choose(self, op: str, variant: str, name: str, device: Device, dtypes: tuple[str, ...] = ()) -> Choice:
@@ -225,7 +237,8 @@ class Registry:
             raise OpslotError(f"device {device!r}: {error}") from error
         return describe(wanted, self._kinds.values())
 
-    def _failed(self) -> str:
+    def failures(self) -> str:
+        """One sentence that names the backends which failed to load, or nothing."""
         failed = [
             f"{r.distribution} ({type(r.error).__name__}: {r.error})" for r in self.records if r.error is not None
         ]
@@ -240,6 +253,13 @@ def _unique(items: Iterable[Any], taken: dict[Any, Any], what: str) -> dict[Any,
             raise DuplicateError(f"{what} {'/'.join(key) if isinstance(key, tuple) else key} is defined already")
         fresh[key] = item
     return fresh
+
+
+def _variants(op: str, contracts: Iterable[Key]) -> str:
+    mine = sorted(variant for known, variant in contracts if known == op)
+    if mine:
+        return f"; {op} has: {', '.join(mine)}"
+    return nearest(op, (known for known, _ in contracts))
 
 
 def _names(spec: KernelSpec) -> set[str]:

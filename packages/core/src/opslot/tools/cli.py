@@ -4,6 +4,7 @@ import argparse
 import json
 import sys
 from collections.abc import Iterable, Sequence
+from importlib.metadata import version
 from typing import Any
 
 from opslot import AUTO, BackendRecord, Device, OpContract, OpslotError, Registry, registry
@@ -24,6 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="opslot", description="Show ops, kernels and backends.", epilog=EXIT_CODES)
+    parser.add_argument("--version", action="version", version=version("opslot"))
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for name, run, text in (
         ("list", _list, "every op, its kernels, and why one cannot run here"),
@@ -34,7 +36,7 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("--json", action="store_true", help="print JSON")
         command.set_defaults(run=run)
         if name == "explain":
-            command.add_argument("op", metavar="OP[/VARIANT]")
+            command.add_argument("op", metavar="OP[/VARIANT]", help="an op, one variant of it, or its config field")
     return parser
 
 
@@ -42,6 +44,7 @@ def _list(options: argparse.Namespace) -> int:
     known = registry()
     device = known.current_device()
     ops = [_op(known, contract, device) for contract in known.contracts()]
+    _warn(known)
     if options.json:
         _print_json({"device": str(device), "ops": ops})
         return 0
@@ -53,6 +56,11 @@ def _list(options: argparse.Namespace) -> int:
     ]
     _print_table(("op", "kernel", "from", "usable here"), rows)
     return 0
+
+
+def _warn(known: Registry) -> None:
+    if known.failures():
+        print(f"opslot{known.failures()}: see `opslot backends`".replace("opslot. ", "opslot: "), file=sys.stderr)
 
 
 def _backends(options: argparse.Namespace) -> int:
@@ -100,6 +108,7 @@ def _explain(options: argparse.Namespace) -> int:
         if not contracts:
             known.contract(op)  # raises, and lists what there is
     data = [_op(known, contract, device) for contract in contracts]
+    _warn(known)
     if options.json:
         _print_json(data)
         return 0
@@ -109,20 +118,31 @@ def _explain(options: argparse.Namespace) -> int:
         print(f"\n  config fields: {', '.join(item['fields'])}")
         print(f"  auto on {device}: {item['auto']['kernel']} ({item['auto']['reason']})\n")
         _print_table(
-            ("kernel", "from", "priority", "usable here", "summary"),
-            [(k["name"], k["distribution"], k["priority"], _verdict(k), k["summary"]) for k in item["kernels"]],
+            ("kernel", "from", "priority", "claims", "dtypes", "usable here", "summary"),
+            [
+                (k["name"], k["distribution"], k["priority"], _claims(k), _dtypes(k), _verdict(k), k["summary"])
+                for k in item["kernels"]
+            ],
         )
         print()
     return 0
 
 
 def _names(contract: OpContract) -> set[str]:
-    return {contract.op, *(alias.partition("/")[0] for alias in contract.aliases)}
+    return {contract.op, *(alias.partition("/")[0] for alias in contract.aliases), *contract.config_fields()}
 
 
 def _op(known: Registry, contract: OpContract, device: Device) -> dict[str, Any]:
     choice = known.choose(*contract.key, AUTO, device)
-    eager = {"name": "eager", "distribution": "the model", "version": "", "priority": "", "unmet": [], "claims": {}}
+    eager = {
+        "name": "eager",
+        "distribution": "the model",
+        "version": "",
+        "priority": "",
+        "unmet": [],
+        "claims": {},
+        "dtypes": [],
+    }
     kernels = [{**eager, "aliases": [], "summary": "the model's own code"}]
     for offer in known.offers(*contract.key):
         spec = offer.spec
@@ -135,6 +155,7 @@ def _op(known: Registry, contract: OpContract, device: Device) -> dict[str, Any]
                 "version": offer.version,
                 "priority": spec.priority.name,
                 "unmet": list(spec.unmet(device)),
+                "dtypes": list(spec.dtypes),
                 "claims": {claim: getattr(spec, claim) for claim in claims},
                 "summary": spec.summary,
             }
@@ -143,10 +164,20 @@ def _op(known: Registry, contract: OpContract, device: Device) -> dict[str, Any]
         "op": contract.op,
         "variant": contract.variant,
         "summary": contract.summary,
+        "signature": str(plain_signature(contract.signature())),
+        "doc": contract.doc(),
         "fields": list(contract.config_fields()),
         "auto": {"kernel": choice.offer.spec.name if choice.offer else "eager", "reason": choice.reason},
         "kernels": kernels,
     }
+
+
+def _claims(kernel: dict[str, Any]) -> str:
+    return " ".join(claim for claim, made in kernel["claims"].items() if made)
+
+
+def _dtypes(kernel: dict[str, Any]) -> str:
+    return " ".join(kernel["dtypes"]) or ("any" if kernel["claims"] else "")
 
 
 def _verdict(kernel: dict[str, Any]) -> str:

@@ -1,12 +1,13 @@
 """The training job: one model, one configuration of kernels, one loss curve."""
 
+import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from opslot import BindError, Binding, OpsConfig
+from opslot import BindError, Binding, OpsConfig, OpslotError
 from transformers import (
     AutoModelForCausalLM,
     PreTrainedConfig,
@@ -91,11 +92,16 @@ def train(job: Job, ops: OpsConfig, windows: Windows, title: str) -> Run:
             logging_steps=1,
             save_strategy="no",
             report_to="none",
+            # Unless told so, Trainer on a CPU lets torchrun's processes run side by side and not together.
+            use_cpu=not torch.accelerator.is_available(),
             dataloader_pin_memory=torch.accelerator.is_available(),
         ),
         train_dataset=windows,
         callbacks=[_SameOnAllRanks(binding), record],
     )
+    wanted = int(os.environ.get("WORLD_SIZE", "1"))  # set by torchrun
+    if trainer.args.world_size != wanted:
+        raise OpslotError(f"torchrun started {wanted} processes, but Trainer joins {trainer.args.world_size}")
     trainer.remove_callback(ProgressCallback)
     trainer.add_callback(_Bar(title))
     trainer.train()
@@ -110,7 +116,8 @@ def reload_difference(run: Run, checkpoint: Path, windows: Windows) -> dict[str,
 
     "unbound": of the same model with its kernels taken out, which runs upstream's own code. "bound": with them.
     """
-    stock: Any = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=run.model.dtype)
+    attention = run.model.config._attn_implementation
+    stock: Any = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=run.model.dtype, attn_implementation=attention)
     stock.to(run.model.device).eval()
     tokens = windows[0]["input_ids"][None].to(run.model.device)
     run.model.eval()

@@ -35,6 +35,8 @@ def tokenizer_of(model: str) -> Any | None:
 
 def encode(text: str, tokenizer: Any | None) -> torch.Tensor:
     """Token ids [T], int64. Without a tokenizer each byte of the UTF-8 text is one token of 256."""
+    if not text:
+        raise OpslotError("the text is empty")
     if tokenizer is None:
         return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).long()
     return torch.tensor(tokenizer(text, verbose=False)["input_ids"])

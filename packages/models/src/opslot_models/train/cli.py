@@ -65,8 +65,14 @@ def _positive(text: str) -> float:
 def _run(options: argparse.Namespace) -> int:
     if options.output.exists() and not options.output.is_dir():
         raise OpslotError(f"--output {options.output} is a file")
-    if options.model is not None and options.model.startswith((".", "/")) and not Path(options.model).is_dir():
-        raise OpslotError(f"--model {options.model}: no such folder")
+    if options.model is not None:
+        folder = Path(options.model)
+        if options.model.startswith((".", "/")) and not folder.is_dir():
+            raise OpslotError(f"--model {options.model}: no such folder")
+        if folder.is_dir() and not (folder / "config.json").is_file():
+            raise OpslotError(f"--model {options.model}: no config.json in this folder; is it {folder / 'checkpoint'}?")
+        if folder.resolve() == (options.output / "checkpoint").resolve():
+            raise OpslotError(f"--model {options.model} is where the new checkpoint would go: choose another --output")
     # Judged before torch and transformers take their seconds to import.
     ops = OpsConfig.parse(options.ops)
     missing = [name for name in ("accelerate", "matplotlib") if find_spec(name) is None]
@@ -103,7 +109,7 @@ def _run(options: argparse.Namespace) -> int:
     seconds = {"bound": run.seconds_per_step}
     difference = {}
     if first:
-        print(run.binding)
+        print(run.binding, flush=True)
         job.output.mkdir(parents=True, exist_ok=True)
         run.model.save_pretrained(checkpoint)
         (job.output / "binding.json").write_text(run.binding.to_json(), encoding="utf-8")
@@ -116,7 +122,13 @@ def _run(options: argparse.Namespace) -> int:
 
     write_json(
         job.output / "result.json",
-        {"machine": machine(), "seconds_per_step": seconds, "logit_difference": difference, "loss": curves},
+        {
+            "arguments": vars(options) | {"output": str(job.output)},
+            "machine": machine(),
+            "seconds_per_step": seconds,
+            "logit_difference": difference,
+            "loss": curves,
+        },
     )
     draw_losses(job.output / "loss.png", curves)
     for name, losses in curves.items():
