@@ -1,22 +1,4 @@
-"""For every test: one thread, and no vendor library that loads itself with torch. Set before torch is imported."""
-
-import os
-
 import pytest
-
-# The tensors of tests are tiny, and two OpenMP teams on two cores wait for each other a hundred times longer than they
-# compute. Inherited by the processes that tests start.
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-# torch-npu without its toolkit makes `import torch` itself fail.
-os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
-
-
-def pytest_runtest_setup(item: pytest.Item) -> None:
-    if item.get_closest_marker("gpu"):
-        import torch
-
-        if not torch.cuda.is_available():
-            pytest.skip("needs a CUDA device")
 
 
 @pytest.fixture(autouse=True)

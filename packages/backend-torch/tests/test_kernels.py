@@ -9,7 +9,6 @@ import torch
 from opslot.testing import check, poisoned_memory
 from opslot_backends.torch import BACKEND
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch.utils.checkpoint import checkpoint
 
 SPECS = BACKEND.kernels
 CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
@@ -22,11 +21,6 @@ def kernel_of(spec):
 def samples_of(spec, device, dtype=torch.float32, seed=0):
     contract = opslot.registry().contract(spec.op, spec.variant)
     return {sample.name: sample for sample in contract.samples(device, dtype, seed)}
-
-
-def leaves_of(sample):
-    arguments = [item for value in sample.args for item in (value if isinstance(value, tuple) else (value,))]
-    return [item for item in arguments if isinstance(item, torch.Tensor) and item.requires_grad]
 
 
 def run(function, sample):
@@ -143,27 +137,6 @@ def test_is_deterministic(spec, device, dtype, monkeypatch):
                 assert torch.equal(first, again) or (first.isnan().all() and again.isnan().all())
     finally:
         torch.use_deterministic_algorithms(False)
-
-
-@pytest.mark.parametrize("spec", SPECS, ids=str)
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_under_activation_checkpointing(spec, use_reentrant):
-    kernel, sample = kernel_of(spec), with_tokens(spec.op, 9)
-
-    def gradients(call):
-        leaves = leaves_of(sample)
-        for tensor in leaves:
-            tensor.grad = None
-        outputs = call(*sample.args)
-        sum(output.sum() for output in (outputs if isinstance(outputs, tuple) else (outputs,))).backward()
-        return [tensor.grad for tensor in leaves]
-
-    if spec.op == "load_balancing_loss" and use_reentrant:
-        pytest.skip("reentrant checkpointing differentiates tensors that are arguments of their own, not in a tuple")
-    plain = gradients(kernel)
-    again = gradients(lambda *arguments: checkpoint(kernel, *arguments, use_reentrant=use_reentrant))
-    for mine, other in zip(again, plain, strict=True):
-        assert torch.equal(mine, other)
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=str)

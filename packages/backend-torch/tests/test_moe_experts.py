@@ -102,6 +102,18 @@ def test_autocast_with_float32_weights():
         torch.testing.assert_close(mine, eager, rtol=0, atol=0.04 * float(eager.detach().abs().max()))
 
 
+def test_float32_routing_weights_are_not_rounded():
+    """One expert that passes its input on, bfloat16: the result is the weight itself, and 1 + 2**-12 needs float32."""
+    x = torch.ones(1, 1, dtype=torch.bfloat16)
+    # Two choices of weights a and -b; only in float32 is what they leave not zero.
+    weights = torch.tensor([[1 + 2**-12, -1.0]])
+    gate_up, down = torch.tensor([[[64.0], [1.0]]]).bfloat16(), torch.full((1, 1, 1), 2.0**-6).bfloat16()
+    d_weights = torch.ones_like(weights).requires_grad_()
+    moe_experts(x, torch.zeros(1, 2).long(), d_weights, gate_up, down).sum().backward()
+    assert d_weights.grad.dtype is torch.float32
+    assert moe_experts(x, torch.zeros(1, 1).long(), weights[:, :1], gate_up, down).dtype is torch.bfloat16
+
+
 def test_refusals():
     x, index, weights, gate_up, down = problem(6, 16, 8, 4, 2)
     with pytest.raises(ValueError, match=r"top_k_index and top_k_weights of one shape \[T, K\], got \[12\]"):
