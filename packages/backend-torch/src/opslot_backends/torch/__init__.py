@@ -26,7 +26,7 @@ BACKEND = Backend(
             compile=True,
             deterministic=True,
             priority=Priority.BY_NAME,
-            summary="keeps a third less for backward, for about a tenth more time: choose it when memory is short",
+            summary="keeps only its inputs for backward and computes silu again: choose it when memory is short",
         ),
         KernelSpec(
             op="load_balancing_loss",

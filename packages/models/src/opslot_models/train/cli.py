@@ -79,6 +79,8 @@ def _run(options: argparse.Namespace) -> int:
     if missing:
         raise OpslotError(f"{' and '.join(missing)} not installed: pip install 'opslot-models[train]'")
 
+    # Threads that spin while they wait make a laptop that does anything else ten times slower. OpenMP reads it once.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     import torch
 
     from ._job import Job, reload_difference, train
