@@ -2,6 +2,7 @@
 
 import re
 import subprocess
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -65,6 +66,11 @@ def test_an_accelerator_group_brings_no_other_vendor(group, foreign):
     assert not resolved("--group", group) & foreign
 
 
-def test_the_lock_names_the_public_index_alone():
-    hosts = set(re.findall(r"https?://([^/\"]+)", (ROOT / "uv.lock").read_text(encoding="utf-8")))
-    assert hosts == {"pypi.org", "files.pythonhosted.org"}
+def test_the_lock_names_one_index_which_is_uvs_default():
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["uv"]
+    assert not {"index", "index-url", "extra-index-url", "find-links"} & set(settings)
+    lock = tomllib.loads((ROOT / "uv.lock").read_text(encoding="utf-8"))
+    sources = [package["source"] for package in lock["package"]]
+    registries = {source["registry"] for source in sources if "registry" in source}
+    assert len(registries) == 1
+    assert {key for source in sources for key in source} == {"registry", "editable", "virtual"}
