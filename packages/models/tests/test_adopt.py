@@ -1,6 +1,7 @@
 import copy
 import subprocess
 import sys
+import types
 
 import opslot
 import opslot_models
@@ -301,3 +302,35 @@ def _saved(model, buffer):
 
 def test_families():
     assert opslot_models.families() == ("qwen3_moe",)
+
+
+def fake_family(name, monkeypatch):
+    """Upstream's and our module of a family with one class, as two files would define them."""
+    modules = []
+    for kind in ("upstream", "ours"):
+        module = types.ModuleType(f"{kind}_{name}")
+        module.__file__ = f"{kind}_{name}.py"
+        source = "import torch\nclass Norm(torch.nn.Module):\n    def forward(self, x):\n        return x\n"
+        exec(compile(source, module.__file__, "exec"), module.__dict__)
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+        modules.append(module)
+    return modules
+
+
+@pytest.mark.parametrize("patched", ["a", "b"])
+def test_each_family_of_a_model_is_judged_by_its_own_module(monkeypatch, patched):
+    from opslot_models import adoption
+
+    found = {name: fake_family(name, monkeypatch) for name in ("a", "b")}
+    monkeypatch.setattr(adoption, "families", lambda: tuple(found))
+    monkeypatch.setattr(adoption, "twins", lambda name: {found[name][0].Norm: found[name][1].Norm})
+    monkeypatch.setattr(adoption, "_is_loaded", lambda name: True)
+    model = torch.nn.Sequential(found["a"][0].Norm(), found["b"][0].Norm())
+    assert len(adoption.plan_swaps(model)) == 2
+    # Something that the other family does not define must be seen too.
+    for module in found[patched]:
+        module.helper = types.FunctionType(module.Norm.forward.__code__, module.__dict__)
+        module.helper.__module__ = module.__name__
+    found[patched][0].helper = lambda x: x
+    with pytest.raises(BindError, match=f"upstream_{patched} is patched"):
+        adoption.plan_swaps(model)

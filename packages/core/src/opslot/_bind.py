@@ -1,6 +1,6 @@
 """Binding: apply a configuration to one model, whole or not at all."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -86,7 +86,6 @@ class _Planner:
         self._device = device
         self._choices: dict[Any, Choice] = {}
         self._slots: dict[Any, OpSlot] = {}
-        self._kernels: dict[str, Callable[..., Any]] = {}
 
     def plan(self, site: _Site, contract: OpContract, name: str) -> tuple[Choice, OpSlot | None]:
         """The choice for this site and the slot to write into its instance, None where the class's own is right."""

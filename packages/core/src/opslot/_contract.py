@@ -17,7 +17,10 @@ Key = tuple[str, str]
 
 @dataclass(frozen=True)
 class Tolerance:
-    """Largest error of a kernel against its reference in float64: `atol + rtol * abs(reference)`, elementwise."""
+    """Largest error of a kernel against its reference in float64: `atol + rtol * max(abs(reference))`, per tensor.
+
+    Not per element: terms of a sum may cancel to nearly nothing while the rounding errors of the terms remain.
+    """
 
     rtol: float
     atol: float

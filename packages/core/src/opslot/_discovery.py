@@ -24,10 +24,10 @@ _registry: Registry | None = None
 
 def registry() -> Registry:
     """The registry of this process. The first call finds and loads the installed backends."""
-    from importlib.metadata import entry_points  # 20 ms that `import opslot` does not have to pay
-
     global _registry, _loading
     if _registry is None:
+        from importlib.metadata import entry_points  # 20 ms that `import opslot` does not have to pay
+
         with _lock:
             if _loading:
                 raise SpecError(

@@ -73,11 +73,11 @@ def plan_swaps(model: torch.nn.Module) -> tuple[Swap, ...]:
         # fully_shard makes `FSDPX(FSDPModule, X)` of a module's class X.
         if type(module).__name__.startswith("FSDP") and type(module).__bases__[-1] in pairs:
             raise BindError(f"{name or type(module).__name__} is sharded already: adopt before fully_shard")
-    for module_name in {swap.upstream.__module__ for swap in swaps}:
-        patched = patches(sys.modules[module_name], sys.modules[next(s.ours.__module__ for s in swaps)])
+    for upstream, ours in {(swap.upstream.__module__, swap.ours.__module__) for swap in swaps}:
+        patched = patches(sys.modules[upstream], sys.modules[ours])
         if patched:
             raise BindError(
-                f"{module_name} is patched ({', '.join(patched)}), and the generated classes would silently run "
+                f"{upstream} is patched ({', '.join(patched)}), and the generated classes would silently run "
                 "upstream's code instead. Choose between that patch and opslot"
             )
     return swaps

@@ -87,17 +87,14 @@ def _run(options: argparse.Namespace) -> int:
     from ._report import draw_losses, machine, write_json
     from ._text import Windows, encode, read_text, tokenizer_of
 
+    default_rate = 3e-3 if options.model is None else 2e-5
     job = Job(
         model=options.model,
         output=options.output,
         steps=options.steps,
         batch_size=options.batch_size,
         sequence_length=options.sequence_length,
-        learning_rate=options.learning_rate
-        if options.learning_rate is not None
-        else 3e-3
-        if options.model is None
-        else 2e-5,
+        learning_rate=default_rate if options.learning_rate is None else options.learning_rate,
         seed=options.seed,
         dtype=getattr(torch, options.dtype),
     )
