@@ -1,5 +1,7 @@
 """chunk_loss: chunks, memory, autocast and what it refuses."""
 
+import math
+
 import pytest
 import torch
 from opslot.ops.cross_entropy_loss import cross_entropy_loss
@@ -28,9 +30,15 @@ class Shapes(TorchDispatchMode):
 def rows_a_chunk(monkeypatch):
     def limit(rows):
         monkeypatch.setattr(module, "_LEAST_ROWS", rows)
-        monkeypatch.setattr(module, "_LOGITS_ON_CPU", 1)
+        monkeypatch.setattr(module, "_LOGITS_ON_CPU", 0)
 
     return limit
+
+
+@pytest.fixture(autouse=True)
+def _one_chunk(rows_a_chunk):
+    """By default all rows in one chunk; without this, problems as small as here are left to plain operations."""
+    rows_a_chunk(512)
 
 
 def problem(tokens, hidden, vocabulary, dtype=torch.float32):
@@ -39,7 +47,7 @@ def problem(tokens, hidden, vocabulary, dtype=torch.float32):
     return x, weight, torch.randint(vocabulary, (tokens,))
 
 
-@pytest.mark.parametrize("rows", [1, 3, 4, 17])
+@pytest.mark.parametrize("rows", [1, 3, 17, 2000])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_small_chunks_keep_the_contract(rows_a_chunk, rows, dtype):
     rows_a_chunk(rows)
@@ -94,6 +102,15 @@ def test_half_precision_keeps_gradients_that_a_large_count_would_lose():
         torch.testing.assert_close(mine.double(), true, rtol=2e-2, atol=2e-3)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_gradients_of_what_is_all_but_certain(dtype):
+    """p - 1 of a target with p = 1 - 1e-6: nothing would be left of it if p were rounded to bfloat16 first."""
+    x, weight = torch.ones(1, 1, dtype=dtype).requires_grad_(), torch.tensor([[14.0], [0.0]], dtype=dtype)
+    loss = chunk_loss(x, weight, None, shift_labels=torch.tensor([0]))
+    (got,) = torch.autograd.grad(loss, [x])
+    assert float(got) == pytest.approx(-14 / (1 + math.exp(14)), rel=0.02)
+
+
 def test_the_logits_of_all_tokens_never_exist(rows_a_chunk):
     rows_a_chunk(5)
     x, weight, labels = problem(20, 8, 11)
@@ -131,6 +148,18 @@ def test_autocast_with_float32_weights(hidden_dtype):
     for mine, eager in zip(torch.autograd.grad(ours, inputs), torch.autograd.grad(theirs, inputs), strict=True):
         assert mine.dtype is eager.dtype
         torch.testing.assert_close(mine, eager, rtol=2**-6, atol=2**-6 * float(eager.abs().max()))
+
+
+def test_on_the_cpu_what_fits_one_chunk_is_left_to_plain_operations(monkeypatch):
+    monkeypatch.setattr(module, "_LOGITS_ON_CPU", 20 * 11)
+    for tokens, name in ((20, "DivBackward0"), (21, "_LossBackward")):
+        x, weight, labels = problem(tokens, 8, 11)
+        keywords = {"shift_labels": labels, "num_items_in_batch": 9, "logit_softcap": 3.0, "logit_scale": 0.5}
+        loss = chunk_loss(x, weight, None, **keywords)
+        assert type(loss.grad_fn).__name__ == name
+        torch.testing.assert_close(loss, cross_entropy_loss(x, weight, None, **keywords))
+    monkeypatch.undo()
+    check("cross_entropy_loss", "causal", "chunk_loss")
 
 
 def test_refusals():

@@ -7,10 +7,19 @@ import opslot
 import pytest
 import torch
 from opslot.testing import check, poisoned_memory
-from opslot_backends.torch import BACKEND
+from opslot_backends.torch import BACKEND, cross_entropy_loss
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils.checkpoint import checkpoint
 
 SPECS = BACKEND.kernels
+
+
+@pytest.fixture(autouse=True)
+def _chunks_of_everything(monkeypatch):
+    """chunk_loss leaves the tiny problems of these tests to plain operations: make it do them itself."""
+    monkeypatch.setattr(cross_entropy_loss, "_LOGITS_ON_CPU", 0)
+
+
 CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
 
 
@@ -21,6 +30,11 @@ def kernel_of(spec):
 def samples_of(spec, device, dtype=torch.float32, seed=0):
     contract = opslot.registry().contract(spec.op, spec.variant)
     return {sample.name: sample for sample in contract.samples(device, dtype, seed)}
+
+
+def leaves_of(sample):
+    arguments = [item for value in sample.args for item in (value if isinstance(value, tuple) else (value,))]
+    return [item for item in arguments if isinstance(item, torch.Tensor) and item.requires_grad]
 
 
 def run(function, sample):
@@ -139,6 +153,29 @@ def test_is_deterministic(spec, device, dtype, monkeypatch):
         torch.use_deterministic_algorithms(False)
 
 
+# Reentrant checkpointing differentiates tensors that are arguments of their own, and load_balancing_loss takes a tuple.
+@pytest.mark.parametrize(
+    ("spec", "use_reentrant"),
+    [(s, r) for s in SPECS for r in (False, True) if not (r and s.op == "load_balancing_loss")],
+    ids=str,
+)
+def test_under_activation_checkpointing(spec, use_reentrant):
+    kernel, sample = kernel_of(spec), with_tokens(spec.op, 9)
+
+    def gradients(call):
+        leaves = leaves_of(sample)
+        for tensor in leaves:
+            tensor.grad = None
+        outputs = call(*sample.args)
+        sum(output.sum() for output in (outputs if isinstance(outputs, tuple) else (outputs,))).backward()
+        return [tensor.grad for tensor in leaves]
+
+    plain = gradients(kernel)
+    again = gradients(lambda *arguments: checkpoint(kernel, *arguments, use_reentrant=use_reentrant))
+    for mine, other in zip(again, plain, strict=True):
+        assert torch.equal(mine, other)
+
+
 @pytest.mark.parametrize("spec", SPECS, ids=str)
 def test_refuses_a_second_derivative(spec):
     """Silently leaving a kernel's share out of one is what torch's once_differentiable allows below a loss."""
@@ -163,6 +200,18 @@ def test_gives_what_eager_gives_under_autocast(spec, device):
     for mine, eager in zip(ours, theirs, strict=True):
         limit = contract.tolerances["bfloat16"].rtol * float(eager.detach().abs().max())
         torch.testing.assert_close(mine, eager, rtol=0, atol=2 * limit)
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_backward_inside_autocast_keeps_the_dtypes_of_forward(spec):
+    sample = next(iter(samples_of(spec, "cpu").values()))
+    leaves = leaves_of(sample)
+    total = sum(output.sum() for output in run_forward(kernel_of(spec), sample))
+    outside = torch.autograd.grad(total, leaves, retain_graph=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        inside = torch.autograd.grad(total, leaves)
+    for mine, other in zip(inside, outside, strict=True):
+        assert torch.equal(mine, other)
 
 
 def test_importing_the_backend_loads_no_torch():

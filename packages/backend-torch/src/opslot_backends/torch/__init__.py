@@ -36,7 +36,7 @@ BACKEND = Backend(
             compile=True,
             deterministic=True,
             priority=Priority.PORTABLE,
-            summary="all layers at once, gradient in closed form",
+            summary="many layers at once, gradient in closed form",
         ),
         KernelSpec(
             op="moe_experts",

@@ -6,16 +6,18 @@ Shapes: N rows (tokens), H hidden, V vocabulary.
 from collections.abc import Iterator
 from typing import Any
 
+from opslot.ops.cross_entropy_loss import cross_entropy_loss as plain_loss
+
 import torch
 from torch import Tensor
 from torch.nn.functional import nll_loss, pad
 
 from ._autograd import first_order, matmul_dtype
 
-# Logits that exist at one time: on the CPU a chunk should stay in the cache, an accelerator needs enough work a launch.
+# Logits that exist at one time, in elements: on the CPU a chunk should stay in the cache. An accelerator gets 512 MiB
+# in float32; each chunk reads and writes the gradient of the whole weight once, so it should not be much smaller.
 _LOGITS_ON_CPU = 2**20
-_LOGITS = 2**26
-# Each chunk reads and writes the gradient of the whole weight once, which fewer rows would not be worth.
+_LOGITS = 2**27
 _LEAST_ROWS = 512
 
 
@@ -50,6 +52,19 @@ def chunk_loss(
                 f"cross_entropy_loss/causal: chunk_loss needs one dtype, got hidden_states {hidden_states.dtype} and "
                 f"{name} {parameter.dtype}"
             )
+    if rows.device.type == "cpu" and rows.shape[0] * lm_head_weight.shape[0] <= _LOGITS_ON_CPU:
+        # One chunk holds them all: nothing to save, and gradients that backward does not have to scale are faster.
+        return plain_loss(
+            rows,
+            lm_head_weight,
+            None,
+            shift_labels=target,
+            num_items_in_batch=num_items_in_batch,
+            ignore_index=ignore_index,
+            logit_softcap=logit_softcap,
+            logit_scale=logit_scale,
+            bias=bias,
+        )
     loss: Tensor = _Loss.apply(
         rows,
         lm_head_weight,
@@ -135,6 +150,7 @@ def _chunks(
     total, d_rows, d_weight, d_bias = _outputs(rows, weight, want_rows, want_weight, want_bias)
     for tensor in (total, d_weight, d_bias):
         tensor.zero_()
+    on_cpu = rows.device.type == "cpu"
     for chunk in _slices(rows, weight.shape[0]):
         x, wanted = rows[chunk], target[chunk]
         logits = _product(x, weight.t())
@@ -150,22 +166,31 @@ def _chunks(
         total += nll_loss(log_probabilities, wanted, ignore_index=ignore_index, reduction="sum")
         if not (want_rows or want_weight or want_bias):
             continue
-        d_logits = log_probabilities.exp_()
         ignored = wanted == ignore_index
-        ones = torch.ones_like(wanted, dtype=d_logits.dtype).unsqueeze(-1)
-        d_logits.scatter_add_(1, wanted.masked_fill(ignored, 0).unsqueeze(-1), ones.neg_())
-        _clear_rows(d_logits, ignored)
+        wanted = wanted.masked_fill(ignored, 0).unsqueeze(-1)
+        # p - 1 of the target, before p is rounded: bfloat16 has no p between 0.9961 and 1.
+        at_target = log_probabilities.gather(1, wanted).expm1_()
+        linear = softcap is None and scale is None
+        dtype = rows.dtype if linear else log_probabilities.dtype
+        d_logits = torch.exp(log_probabilities, out=_like(log_probabilities, dtype))
+        d_logits.scatter_(1, wanted, at_target.to(dtype))
         if softcap is not None:
             d_logits *= 1 - bent.square_()
         if scale is not None:
             d_logits *= scale
-        if want_bias:
-            d_bias += d_logits.sum(0)
         d_logits = d_logits.to(rows.dtype)
+        if on_cpu:
+            d_logits.index_fill_(0, ignored.nonzero().squeeze(-1), 0)
+        else:  # neither waiting for the device nor going over d_logits once more
+            x = x.masked_fill(ignored.unsqueeze(-1), 0)
+        if want_bias:
+            d_bias += d_logits.masked_fill(ignored.unsqueeze(-1), 0).sum(0, dtype=d_bias.dtype)
         if want_rows:
             torch.mm(d_logits, weight, out=d_rows[chunk])
         if want_weight:
             _add_product(d_weight, d_logits.t(), x)
+    if want_rows and not on_cpu:
+        d_rows.masked_fill_((target == ignore_index).unsqueeze(-1), 0)
     return total, d_rows, d_weight, d_bias
 
 
@@ -191,11 +216,9 @@ def _slices(rows: Tensor, vocabulary: int) -> Iterator[slice]:
     return (slice(start, min(start + size, count)) for start in range(0, count, max(1, size)))
 
 
-def _clear_rows(matrix: Tensor, which: Tensor) -> None:
-    if matrix.device.type == "cpu":
-        matrix.index_fill_(0, which.nonzero().squeeze(-1), 0)  # touches these rows only
-    else:
-        matrix.masked_fill_(which.unsqueeze(-1), 0)  # does not wait for the device
+def _like(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Memory for a result of this dtype: that of `tensor` itself where it fits."""
+    return tensor if tensor.dtype == dtype else torch.empty_like(tensor, dtype=dtype)
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
@@ -210,8 +233,10 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
     if total.dtype == a.dtype:
         total.addmm_(a, b)
+    elif a.device.type == "cuda":
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
     else:
-        total += _product(a, b)
+        total += a @ b
 
 
 # A compiled graph would unroll the loop, for one number of tokens.
