@@ -54,11 +54,12 @@ def test_the_report_says_what_runs_where_and_why(known, model):
     }
 
 
-def test_a_choice_without_a_slot_in_the_model_is_reported(known, make_contract, model):
-    known.add(Backend(api=1, contracts=(make_contract("spare"),)), "more")
-    binding = bind(model, {"spare": "eager", "scale": "fast"}, device="cpu", registry=known)
-    assert binding.unused == ("spare",)
-    assert "unused: spare was chosen" in str(binding)
+def test_a_choice_without_a_slot_in_the_model_is_reported(known, make_contract, make_kernel, model):
+    spare = make_kernel("fast", op="spare")
+    known.add(Backend(api=1, contracts=(make_contract("spare"),), kernels=(spare,)), "more")
+    binding = bind(model, {"spare": "fast", "scale": "fast"}, device="cpu", registry=known)
+    assert binding.unused == ("spare: fast in code",)
+    assert "unused: spare: fast in code, this model has no such slot" in str(binding)
 
 
 def test_rebinding_replaces_and_unbind_takes_out_in_any_order(known, model):
@@ -106,7 +107,9 @@ def test_an_error_leaves_the_model_as_it_was(known, make_kernel, model, ops, err
 def test_a_bind_that_fails_at_the_last_slot_changes_nothing(known, scale_class):
     model = torch.nn.Sequential(*(scale_class() for _ in range(5)), scale_class(torch.nn.SiLU()))
     reference = bind(model, "eager", device="cpu", registry=known)
-    with pytest.raises(BindError, match=r"5 cannot use kernel 'fast' for scale/standard: its activation SiLU"):
+    with pytest.raises(
+        BindError, match=r"5 cannot use kernel 'fast' for scale/standard, chosen by scale in code: its activation SiLU"
+    ):
         bind(model, {"scale": "fast"}, device="cpu", registry=known)
     assert bind(model, "eager", device="cpu", registry=known).fingerprint == reference.fingerprint
     assert kernels(model) == [None] * 6

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from ._backend import API_VERSION as API_VERSION
     from ._backend import Backend as Backend
     from ._bind import bind as bind
+    from ._bind import bound as bound
     from ._binding import Binding as Binding
     from ._binding import Row as Row
     from ._config import OpsConfig as OpsConfig
@@ -46,7 +47,7 @@ if TYPE_CHECKING:
 # `import opslot` costs a few milliseconds because each name is loaded from its module on first use (PEP 562).
 _NAMES = {
     "_backend": ("API_VERSION", "Backend"),
-    "_bind": ("bind",),
+    "_bind": ("bind", "bound"),
     "_binding": ("Binding", "Row"),
     "_config": ("OpsConfig",),
     "_contract": ("OpContract", "Sample", "Tolerance"),

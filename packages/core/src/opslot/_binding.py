@@ -5,10 +5,12 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from ._config import OpsConfig
 from ._contract import OpContract
 from ._device import Device
 from ._errors import BindError
 from ._kernel import EAGER
+from ._modules import canonical_modules
 from ._obstacle import obstacle, parameter_dtypes
 from ._registry import PROCESS_LOCAL, Offer
 from ._slot import OpSlot
@@ -80,11 +82,13 @@ class Binding:
         self._writes = writes
 
     def apply(self) -> None:
+        _refuse_in_backward("bound")
         for write in self._writes:
             write.do(write.slot)
 
     def unbind(self) -> None:
         """Take the kernels out again: the model's own code runs. Slots bound again since are left alone."""
+        _refuse_in_backward("unbound")
         for write in self._writes:
             if vars(write.module).get(write.attribute) is write.slot:
                 write.do(write.original)
@@ -95,11 +99,11 @@ class Binding:
         Besides replaced modules and slots it finds what was changed around them since: a forward or an activation that
         was replaced, a loss function that was set, parameters of a dtype that the kernel does not take.
         """
-        modules = dict(self._model.named_modules())
+        present = {(name, id(module)) for name, module in canonical_modules(self._model)}
         problems = []
         for row, write in zip(self.rows, self._writes, strict=True):
             where = f"{row.module or 'the model'} ({row.op}/{row.variant} -> {row.kernel})"
-            if modules.get(row.module) is not write.module:
+            if (row.module, id(write.module)) not in present:
                 problems.append(f"{where}: the module was replaced or removed after bind")
             elif vars(write.module).get(write.attribute) is not write.slot:
                 problems.append(f"{where}: the slot was bound again or unbound")
@@ -145,6 +149,22 @@ class Binding:
 
         return json.dumps(self.to_dict(), indent=2) + "\n"
 
+    def config(self) -> OpsConfig:
+        """The explicit configuration that chooses again what this binding has, whatever is installed beside it."""
+        chosen: dict[tuple[str, str], dict[str, list[str]]] = {}
+        for row, write in zip(self.rows, self._writes, strict=True):
+            selector = write.slot.offer.selector if write.slot is not None and write.slot.offer is not None else EAGER
+            chosen.setdefault((row.op, row.variant), {}).setdefault(selector, []).append(row.module)
+        choices: dict[str, str] = {}
+        modules: dict[str, dict[str, str]] = {}
+        for (op, variant), kernels in chosen.items():
+            common = max(kernels, key=lambda selector: len(kernels[selector]))
+            choices[f"{op}/{variant}"] = common
+            for selector, names in kernels.items():
+                for name in names if selector != common else ():
+                    modules.setdefault(name, {})[f"{op}/{variant}"] = selector
+        return OpsConfig(choices, modules, default=EAGER, strict=True, origin="Binding.config()")
+
     def assert_same_on_all_ranks(self) -> None:
         """Raise `BindError` on every rank of the default process group unless all ranks made the same choice."""
         import torch.distributed as dist
@@ -174,9 +194,19 @@ class Binding:
         for (op, kernel, reason), modules in groups.items():
             lines.append(f"  {op:{width}}  {len(modules):4} x  {kernel}  [{reason}]")
             lines.append(f"  {'':{width}}          {', '.join(_collapse(modules))}")
-        lines += [f"  unused: {field} was chosen, but this model has no such slot" for field in self.unused]
+        lines += [f"  unused: {choice}, this model has no such slot" for choice in self.unused]
         lines += [f"  {self.failures}"] if self.failures else []
         return "\n".join(lines)
+
+
+def _refuse_in_backward(what: str) -> None:
+    import torch
+
+    # Checkpointing runs forwards again inside backward; with another kernel they would no longer be the same forwards.
+    if torch._C._current_graph_task_id() != -1:
+        raise BindError(
+            f"kernels cannot be {what} during backward, where activations may be recomputed: do it between steps"
+        )
 
 
 def _collapse(names: Sequence[str]) -> list[str]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ._backend import Backend
+from ._catalog import distribution_of
 from ._contract import Key, OpContract
 from ._device import Device, DeviceKind, current_device, describe
 from ._errors import (
@@ -162,9 +163,9 @@ class Registry:
                     f"{record.version} failed to load: {type(record.error).__name__}: {record.error}"
                 ) from record.error
         valid = [EAGER, AUTO, *(o.spec.name for o in offers)]
-        raise UnknownKernel(
-            f"no kernel {name!r} for {contract}{nearest(name, valid)}; known: {_list(valid)}{self.failures()}"
-        )
+        absent = distribution_of(contract.op, names[-1])
+        hint = f"; {absent} brings one: pip install {absent}" if absent else nearest(name, valid)
+        raise UnknownKernel(f"no kernel {name!r} for {contract}{hint}; known: {_list(valid)}{self.failures()}")
 
     def choose(self, op: str, variant: str, name: str, device: Device, dtypes: tuple[str, ...] = ()) -> Choice:
         """What `name` means on `device` for a module whose parameters are of `dtypes`.
@@ -175,6 +176,14 @@ class Registry:
             return Choice(None, "asked for")
         if name == AUTO:
             return self._auto(op, variant, device, dtypes)
+        if name == (prefix := self.contract(op, variant).prefix).rstrip("_") and prefix:
+            # A prefix alone once meant "the fused kernel of this machine"; unlike auto, it never means eager.
+            choice = self._auto(op, variant, device, dtypes)
+            if choice.offer is None:
+                raise KernelUnavailable(
+                    f"{name!r} for {op}/{variant} needs a kernel, and there is none: {choice.reason}"
+                )
+            return Choice(choice.offer, f"{name!r} is deprecated, name the kernel or write auto; {choice.reason}")
         offer = self.offer(op, variant, name)
         reasons = offer.spec.unmet(device, dtypes)
         if reasons:

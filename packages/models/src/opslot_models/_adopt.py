@@ -45,7 +45,7 @@ def adopt(
     or something has patched upstream's, and what `opslot.bind` raises. After an error the model is as it was.
     """
     config = OpsConfig.parse(ops)
-    config.select(registry())
+    config.rules(registry())
     swaps = plan_swaps(model)
     if not swaps and not any(_is_generated(module) for module in model.modules()):
         raise BindError(

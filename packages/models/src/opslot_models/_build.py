@@ -41,7 +41,7 @@ def build_foundation_model(
     if dtype is not None:
         kwargs["dtype"] = dtype
     # Judged before minutes go into weights.
-    ops.select(registry())
+    ops.rules(registry())
     if device is not None:
         registry().describe(device)
     model: Any
