@@ -56,10 +56,7 @@ def bind(
     if not hasattr(model, "named_modules"):
         raise BindError(f"{model!r} is not a torch.nn.Module")
     registry = registry or default_registry()
-    config = OpsConfig.parse(ops)
-    for_this_run = OpsConfig.from_environment()
-    if for_this_run is not None:
-        config = for_this_run.over(config)
+    config = OpsConfig.effective(ops)
     sites = list(_sites(model, registry))
     if not sites:
         raise BindError(

@@ -86,6 +86,13 @@ class OpsConfig:
         )
 
     @classmethod
+    def effective(cls, value: "OpsConfig | Mapping[str, Any] | str | Path | None") -> "OpsConfig":
+        """What `bind` applies: `value` as `parse` reads it, with what OPSLOT_OPS chooses for this run over it."""
+        config = cls.parse(value)
+        for_this_run = None if config.origin == VARIABLE else cls.from_environment()
+        return config if for_this_run is None else for_this_run.over(config)
+
+    @classmethod
     def from_environment(cls) -> "OpsConfig | None":
         """What the variable OPSLOT_OPS chooses for this run, "rms_norm=eager,moe_experts=torch", or None without it."""
         text = os.environ.get(VARIABLE, "").strip()

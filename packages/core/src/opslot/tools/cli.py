@@ -10,7 +10,12 @@ from typing import Any
 from opslot import AUTO, BackendRecord, Device, OpContract, OpslotError, Registry, registry
 from opslot._target import plain_signature
 
-EXIT_CODES = "exit codes: 0 done; 1 an error, or a backend that failed to load (backends); 2 wrong usage"
+from . import resolve
+
+EXIT_CODES = (
+    "exit codes: 0 done; 1 an error, a backend that failed to load (backends), a choice that cannot be (resolve); "
+    "2 wrong usage"
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -31,12 +36,15 @@ def _parser() -> argparse.ArgumentParser:
         ("list", _list, "every op, its kernels, and why one cannot run here"),
         ("backends", _backends, "the installed backends, and what failed to load"),
         ("explain", _explain, "one op: its maths, its config fields, its kernels"),
+        ("resolve", resolve.run, "what a configuration means on a machine, or the explicit form of it"),
     ):
         command = commands.add_parser(name, help=text, description=text, epilog=EXIT_CODES)
         command.add_argument("--json", action="store_true", help="print JSON")
         command.set_defaults(run=run)
         if name == "explain":
             command.add_argument("op", metavar="OP[/VARIANT]", help="an op, one variant of it, or its config field")
+        if name == "resolve":
+            resolve.add_arguments(command)
     return parser
 
 
