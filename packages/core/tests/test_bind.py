@@ -253,7 +253,7 @@ def test_an_activation_that_can_train_or_works_in_place(known, scale_class):
     [
         (lambda module: setattr(module, "act", torch.nn.GELU()), "its activation GELU"),
         (lambda module: setattr(module, "forward", lambda x: x), "its forward was replaced"),
-        (lambda module: module.to(torch.float16), "takes bfloat16 parameters, not float16"),
+        (lambda module: module.to(torch.float16), "takes bfloat16, not float16"),
     ],
 )
 def test_what_changes_around_a_kernel_after_bind_is_noticed(known, scale_class, change, problem):

@@ -146,3 +146,35 @@ def test_a_third_partys_kernel_takes_the_prefix_too(full):
     full.add(Backend(api=1, kernels=(acme,), device_kinds=()), "acme")
     assert full.offer("moe_experts", "standard", "fused_acme").spec is acme
     assert {kind.name for kind in CORE_KINDS} >= {"cuda", "rocm"}
+
+
+def test_another_machine_is_judged_by_its_device_and_its_packages(full, tmp_path, capsys):
+    """The specs are those of the backends here; whether these, and what they need, are there says the lock file."""
+    gated = KernelSpec(
+        op="rms_norm",
+        name="gated",
+        target="acme.kernels:norm",
+        requires=Requires(devices=("cuda",), archs=("sm_90..",), packages=("quack-kernels>=0.6",)),
+        priority=Priority.NATIVE,
+    )
+    full.add(Backend(api=1, kernels=(gated,)), "acme", "1.0")
+    config, lock = tmp_path / "ops.yaml", tmp_path / "uv.lock"
+    config.write_text("rms_norm: gated\n", encoding="utf-8")
+    packages = {
+        "quack_kernels": "0.6.5",
+        "acme": "1.0",
+        "opslot-backend-liger": "0.1",
+        "opslot-backend-triton-moe": "0.1",
+    }
+    text = "".join(f'[[package]]\nname = "{name}"\nversion = "{version}"\n' for name, version in packages.items())
+    lock.write_text(text, encoding="utf-8")
+    code, captured = resolve(capsys, str(config), "--target", "cuda:sm_90", "--packages", str(lock))
+    assert code == 0, captured
+    for target, packages in (("rocm:gfx942", lock), ("cuda:sm_80", lock), ("cuda:sm_90", None)):
+        more = ("--packages", str(packages)) if packages else ()
+        code, captured = resolve(capsys, str(config), "--target", target, *more)
+        assert code == 1
+        assert "error: kernel 'gated' for rms_norm/standard cannot run" in captured.out
+    code, captured = resolve(capsys, "--target", "cuda:0")
+    assert (code, captured.out) == (1, "")
+    assert "cuda:sm_90" in captured.err

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from ._errors import TargetError as TargetError
     from ._errors import UnknownKernel as UnknownKernel
     from ._errors import UnknownOp as UnknownOp
+    from ._installed import Installed as Installed
     from ._kernel import AUTO as AUTO
     from ._kernel import EAGER as EAGER
     from ._kernel import KernelSpec as KernelSpec
@@ -65,6 +66,7 @@ _NAMES = {
         "UnknownKernel",
         "UnknownOp",
     ),
+    "_installed": ("Installed",),
     "_kernel": ("AUTO", "EAGER", "KernelSpec", "Priority"),
     "_registry": ("PROCESS_LOCAL", "BackendRecord", "Choice", "Offer", "Registry"),
     "_requires": ("Requires",),

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from opslot import AUTO, EAGER, Choice, Device, OpsConfig, OpslotError, Registry, registry
+from opslot import AUTO, EAGER, Choice, Device, Installed, OpsConfig, OpslotError, Registry, registry
 from opslot._catalog import KERNELS, distribution_of
 from opslot._config import Rule
 
@@ -14,6 +14,7 @@ from opslot._config import Rule
 def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("config", nargs="?", help="a YAML, TOML or JSON file, 'auto' (the default) or 'eager'")
     command.add_argument("--target", metavar="KIND:ARCH", help="another machine's device, such as cuda:sm_90 or cpu")
+    command.add_argument("--packages", metavar="FILE", help="its uv.lock, or a .txt of name==version")
     command.add_argument("--freeze", action="store_true", help="write the explicit configuration that chooses the same")
 
 
@@ -21,7 +22,8 @@ def run(options: argparse.Namespace) -> int:
     known = registry()
     device = known.target(options.target) if options.target else known.current_device()
     config = OpsConfig.effective(options.config)
-    rows = list(_rows(known, config, device))
+    installed = Installed.read(options.packages) if options.packages else None
+    rows = list(_rows(known, config, device, installed))
     failed = [row for row in rows if row["error"]]
     if options.freeze:
         for row in failed:
@@ -39,7 +41,7 @@ def run(options: argparse.Namespace) -> int:
     return int(bool(failed))
 
 
-def _rows(known: Registry, config: OpsConfig, device: Device) -> Iterator[dict[str, Any]]:
+def _rows(known: Registry, config: OpsConfig, device: Device, installed: Installed | None) -> Iterator[dict[str, Any]]:
     """One row for every contract, and one for every choice of an op that has no contract here."""
     rules = config.rules(known)
     for contract in known.contracts():
@@ -47,7 +49,7 @@ def _rows(known: Registry, config: OpsConfig, device: Device) -> Iterator[dict[s
         everywhere = [rule for rule in mine if rule.glob is None]
         default = Rule(contract.key, config.default or AUTO, "default", config.origin)
         for rule in [everywhere[-1] if everywhere else default, *(rule for rule in mine if rule.glob is not None)]:
-            yield _row(str(contract), rule, *_choice(known, rule, device))
+            yield _row(str(contract), rule, *_choice(known, rule, device, installed))
     for rule in rules:
         if rule.key is None:
             op = rule.field.removesuffix("_implementation")
@@ -55,10 +57,12 @@ def _rows(known: Registry, config: OpsConfig, device: Device) -> Iterator[dict[s
             yield _row(op, rule, Choice(None, f"no contract for this op is installed{brings}"), None)
 
 
-def _choice(known: Registry, rule: Rule, device: Device) -> tuple[Choice | None, str | None]:
+def _choice(
+    known: Registry, rule: Rule, device: Device, installed: Installed | None
+) -> tuple[Choice | None, str | None]:
     assert rule.key is not None
     try:
-        choice = known.choose(*rule.key, rule.kernel, device)
+        choice = known.choose(*rule.key, rule.kernel, device, (), installed)
     except OpslotError as error:
         return None, str(error)
     absent = KERNELS.get(rule.key[0], {})
