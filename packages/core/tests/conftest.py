@@ -1,4 +1,9 @@
+import os
+import subprocess
+import sys
+import textwrap
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -86,3 +91,67 @@ class Scale(torch.nn.Module):
 @pytest.fixture
 def scale_class() -> type[torch.nn.Module]:
     return Scale
+
+
+class Site:
+    """A folder of distributions as an installer leaves them, seen by fresh interpreters besides what is installed."""
+
+    HEAD = """
+        from opslot import *
+        def reference(x): return x
+        def contract(op): return OpContract(op=op, variant="standard", summary="", reference=reference,
+                                            samples=reference, tolerances={})
+        def kernel(op, name): return KernelSpec(op=op, name=name, target=reference, priority=Priority.PORTABLE)
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.path.mkdir(exist_ok=True)
+
+    def offering(self, contracts: str = "", kernels: str = "") -> str:
+        """The source of a backend, given what stands in its two tuples."""
+        return textwrap.dedent(self.HEAD) + f"BACKEND = Backend(api=1, contracts=({contracts}), kernels=({kernels}))\n"
+
+    def add(
+        self,
+        distribution: str,
+        source: str,
+        *,
+        entry: str = "",
+        module: str = "",
+        version: str = "1.0",
+        folder: str = "",
+        metadata: str = "",
+    ) -> Path:
+        """Write a distribution whose backend is `entry`, by default its own name; returns its metadata folder."""
+        module = module or distribution.replace("-", "_")
+        file = self.path.joinpath(*module.split(".")).with_suffix(".py")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(textwrap.dedent(source), encoding="utf-8")
+        info = self.path / (folder or f"{distribution.replace('-', '_')}-{version}.dist-info")
+        info.mkdir()
+        text = f"Metadata-Version: 2.1\nName: {distribution}\nVersion: {version}\n{metadata}"
+        (info / "METADATA").write_text(text, encoding="utf-8")
+        (info / "entry_points.txt").write_text(f"[opslot.backends]\n{entry or distribution} = {module}:BACKEND\n")
+        (info / "RECORD").write_text(f"{file.relative_to(self.path).as_posix()},,\n{info.name}/RECORD,,\n")
+        return info
+
+    def python(self, *arguments: str, code: int = 0, **environment: str) -> str:
+        """What a fresh interpreter prints, both streams; it must exit with `code`."""
+        clean = {k: v for k, v in os.environ.items() if not k.startswith("OPSLOT_")}
+        paths = os.pathsep.join(filter(None, [str(self.path), environment.pop("PYTHONPATH", "")]))
+        done = subprocess.run(
+            [sys.executable, *arguments],
+            env={**clean, "PYTHONPATH": paths, **environment},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=300,
+        )
+        assert done.returncode == code, done.stdout
+        return done.stdout
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Site:
+    return Site(tmp_path / "site")

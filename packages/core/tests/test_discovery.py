@@ -40,8 +40,7 @@ def install(tmp_path, monkeypatch):
     def discover():
         monkeypatch.setattr(_discovery, "_registry", None)  # as while registry() runs
         monkeypatch.setattr(_discovery, "_loading", True)
-        paths = importlib.metadata.distributions(path=[str(tmp_path)])
-        return _discovery.discover([point for d in paths for point in d.entry_points])
+        return _discovery.discover(importlib.metadata.distributions(path=[str(tmp_path)]))
 
     yield write, discover
     for module in [name for name in sys.modules if name.startswith("bk")]:

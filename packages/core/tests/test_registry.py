@@ -95,9 +95,26 @@ def test_a_contract_is_defined_once(known, make_contract):
         known.add(Backend(api=1, contracts=(make_contract(),)), "again")
 
 
-def test_another_api_version_is_refused():
-    with pytest.raises(opslot.SpecError, match="API 2; this opslot speaks 1"):
-        Backend(api=2)
+@pytest.mark.parametrize(
+    ("api", "words"),
+    [
+        (
+            2,
+            r"version 2 of opslot's backend API; this opslot speaks versions 1 to 1\. opslot is the older side",
+        ),
+        (0, r"version 0 of .*\. the backend is the older side: upgrade the distribution that brings it"),
+        ("1", "must be a number such as 1, got '1'"),
+        (True, "must be a number such as 1, got True"),
+    ],
+)
+def test_another_api_version_is_refused_and_the_older_side_named(api, words):
+    with pytest.raises(opslot.SpecError, match=words):
+        Backend(api=api)
+
+
+def test_every_version_of_the_range_is_taken():
+    assert [Backend(api=version).api for version in opslot.API_VERSIONS] == list(opslot.API_VERSIONS)
+    assert opslot.API_VERSION in opslot.API_VERSIONS
 
 
 def cell(factor):

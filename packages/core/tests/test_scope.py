@@ -164,7 +164,7 @@ def test_the_environment_chooses_for_this_run_and_the_report_says_so(model, know
     assert set(kernels(bind(model, None, device="cpu", registry=known)).values()) == {"eager"}
 
 
-def test_a_choice_without_effect_is_warned_about_and_refused_when_strict(model, known, caplog):
+def test_a_choice_without_effect_is_warned_about_and_refused_when_strict(model, known, caplog, monkeypatch):
     wanted = {"rms_norm_gated": "fla", "scale": {"other": "fast"}, "mhc": "eager", "dsa_indexer": "auto"}
     known.add(opslot.Backend(api=1, kernels=(opslot.KernelSpec(op="scale", variant="other", name="fast",
               target=copy.copy),)), "other")  # fmt: skip
@@ -176,6 +176,9 @@ def test_a_choice_without_effect_is_warned_about_and_refused_when_strict(model, 
         ConfigError, match=r"Model has no slot for rms_norm_gated: fla in code; .*Its ops: scale\. Leave"
     ):
         bind(model, {**wanted, "strict": True}, device="cpu", registry=known)
+    with monkeypatch.context() as patched, pytest.raises(ConfigError, match="has no slot for"):
+        patched.setenv("OPSLOT_STRICT", "1")
+        bind(model, wanted, device="cpu", registry=known)
     with pytest.raises(ConfigError, match="has no slot for"):
         bind(model, OpsConfig.parse({"strict": True}).over(wanted), device="cpu", registry=known)
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ._backend import API_VERSION as API_VERSION
+    from ._backend import API_VERSIONS as API_VERSIONS
     from ._backend import Backend as Backend
     from ._bind import bind as bind
     from ._bind import bound as bound
@@ -47,7 +48,7 @@ if TYPE_CHECKING:
 
 # `import opslot` costs a few milliseconds because each name is loaded from its module on first use (PEP 562).
 _NAMES = {
-    "_backend": ("API_VERSION", "Backend"),
+    "_backend": ("API_VERSION", "API_VERSIONS", "Backend"),
     "_bind": ("bind", "bound"),
     "_binding": ("Binding", "Row"),
     "_config": ("OpsConfig",),

@@ -10,6 +10,7 @@ from ._config import OpsConfig, Rule
 from ._contract import Key, OpContract
 from ._device import Device
 from ._discovery import registry as default_registry
+from ._environment import strict
 from ._errors import BindError, ConfigError, nearest
 from ._kernel import AUTO, EAGER
 from ._modules import canonical_modules, glob_pattern, matches
@@ -117,10 +118,10 @@ class _Rules:
         named = [rule for rule in rules if rule.glob is None and rule.kernel not in (AUTO, EAGER)]
         absent = [rule for rule in named if not _has_use(rule, present, variants)]
         self.unused = tuple(dict.fromkeys(f"{rule.field}: {rule.kernel} in {rule.origin}" for rule in absent))
-        if self.unused and config.strict:
+        if self.unused and (config.strict or strict()):
             raise ConfigError(
                 f"{type(model).__name__} has no slot for {'; '.join(self.unused)}. Its ops: "
-                f"{', '.join(sorted(present))}. Leave these out, or do without strict"
+                f"{', '.join(sorted(present))}. Leave these out, or do without strict (the field, or OPSLOT_STRICT)"
             )
 
     def decide(self, site: _Site) -> tuple[str, str]:

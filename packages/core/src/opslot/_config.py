@@ -229,7 +229,7 @@ class OpsConfig:
         if op is None:
             valid = sorted({contract.config_fields()[0] for contract in registry.contracts()})
             words = ("default", "attn_implementation", "modules", "strict")
-            known = f"{', '.join(valid)} (each also as <op>_implementation), {', '.join(words)}{registry.failures()}"
+            known = f"{', '.join(valid)} (each also as <op>_implementation), {', '.join(words)}{registry.missing()}"
             close = nearest(name, [*owners, "ops_implementation", *words])
             raise ConfigError(f"{self.origin}: unknown field {name!r}{close}; known: {known}")
         named = {value} if isinstance(value, str) else set(value.values())

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import re
+import sys
 import threading
 from collections.abc import Iterable
+from dataclasses import replace
+from time import perf_counter
 from typing import TYPE_CHECKING
 
 from ._backend import Backend
-from ._errors import OpslotError, SpecError, UnknownOp
+from ._distributions import CORE, Offered, normal, offered
+from ._environment import STRICT, strict
+from ._errors import BackendError, OpslotError, SpecError, UnknownOp
 from ._kernel import KernelSpec
 from ._registry import BackendRecord, Registry
+from ._selection import denied
 
 if TYPE_CHECKING:
-    from importlib.metadata import EntryPoint
-
-GROUP = "opslot.backends"
+    from importlib.metadata import Distribution
 
 # Reentrant, so that a backend which asks for the registry while it is loaded gets an error and not a deadlock.
 _lock = threading.RLock()
@@ -23,10 +28,14 @@ _registry: Registry | None = None
 
 
 def registry() -> Registry:
-    """The registry of this process. The first call finds and loads the installed backends."""
+    """The registry of this process. The first call finds and loads the installed backends.
+
+    Raises `ConfigError` when OPSLOT_BACKENDS or OPSLOT_STRICT cannot be read, `BackendError` when OPSLOT_STRICT is set
+    and a backend fails. The next call then starts anew.
+    """
     global _registry, _loading
     if _registry is None:
-        from importlib.metadata import entry_points  # 20 ms that `import opslot` does not have to pay
+        from importlib.metadata import distributions  # 20 ms that `import opslot` does not have to pay
 
         with _lock:
             if _loading:
@@ -36,7 +45,8 @@ def registry() -> Registry:
             if _registry is None:
                 _loading = True
                 try:
-                    _registry = discover(entry_points(group=GROUP))
+                    strictly = strict()  # before anything is imported
+                    _registry = _checked(discover(distributions()), strictly)
                 finally:
                     _loading = False
     return _registry
@@ -47,14 +57,16 @@ def register(spec: KernelSpec, *, replace: bool = False) -> None:
     registry().register(spec, replace=replace)
 
 
-def discover(entry_points: Iterable[EntryPoint]) -> Registry:
-    """A registry filled from `entry_points`, the core's own first, the others in order of their distributions' names.
+def discover(distributions: Iterable[Distribution]) -> Registry:
+    """A registry filled from `distributions`, the core's own first, the others in order of their names.
 
     A backend that fails is kept as a record with its error; nothing of it remains and the others are not affected.
+    One that OPSLOT_BACKENDS denies is kept as a record too, and is not imported.
     """
     found = Registry()
-    waiting = [_load(*identity, entry_point) for identity, entry_point in sorted(_distinct(entry_points).items())]
-    waiting.sort(key=lambda record: record.distribution != "opslot")
+    offers = sorted(offered(distributions), key=lambda item: not item.is_core)
+    refused = denied(offers)
+    waiting = [_load(item, refused.get(item, "")) for item in offers]
     # A kernel may be for a contract that a later backend brings, so those who lack one wait while others progress.
     progress = True
     while waiting and progress:
@@ -70,32 +82,60 @@ def discover(entry_points: Iterable[EntryPoint]) -> Registry:
     return found
 
 
-def _distinct(entry_points: Iterable[EntryPoint]) -> dict[tuple[str, str, str], EntryPoint]:
-    """Entry points by (distribution, name, version); one project often leaves two metadata folders behind."""
-    distinct, seen = {}, set()
-    for entry_point in entry_points:
-        # An interrupted installation leaves metadata without a name.
-        distribution = getattr(entry_point.dist, "name", None) or "?"
-        version = getattr(entry_point.dist, "version", None) or ""
-        if (distribution, entry_point.name, entry_point.value) not in seen:
-            seen.add((distribution, entry_point.name, entry_point.value))
-            distinct[distribution, entry_point.name, version] = entry_point
-    return distinct
+def _checked(found: Registry, strictly: bool) -> Registry:
+    if not any(normal(record.distribution) == CORE for record in found.records):
+        raise BackendError(
+            "opslot's own metadata (its dist-info folder) is not on the path, so its ops are unknown: install opslot, "
+            "and keep the metadata of what you bundle"
+        )
+    failed = [record for record in found.records if record.error is not None]
+    if failed and strictly:
+        raise BackendError(f"{STRICT} is set{found.failures()}") from failed[0].error
+    return found
 
 
-def _load(distribution: str, name: str, version: str, entry_point: EntryPoint) -> BackendRecord:
+def _load(item: Offered, refusal: str) -> BackendRecord:
+    record = BackendRecord(item.name, item.distribution, item.version, denied=refusal, remark=item.remark)
+    if refusal:
+        return record
+    before, start = set(sys.modules), perf_counter()
     try:
-        backend = entry_point.load()
-        if not isinstance(backend, Backend):
-            raise SpecError(f"{entry_point.value} is a {type(backend).__name__}, not an opslot.Backend")
+        record = replace(record, backend=_backend(item))
     except KeyboardInterrupt:
         raise
     # The one broad except of this code base: a backend is other people's code, and whatever it raises, SystemExit and
     # the panics of extension modules included, must not take the others down. The error is kept, shown by every
     # listing and raised on request.
     except BaseException as error:  # noqa: BLE001
-        return _failed(name, distribution, version, error)
-    return BackendRecord(name, distribution, version, backend)
+        record = _failed(record, error)
+    seconds = perf_counter() - start
+    return replace(record, milliseconds=1000 * seconds, imported=_foreign(set(sys.modules) - before, item))
+
+
+def _backend(item: Offered) -> Backend:
+    if item.entry_point is None:
+        raise BackendError(item.problem)
+    if item.entry_point.pattern.match(item.entry_point.value) is None:
+        raise SpecError(f"its entry point {item.name} = {item.entry_point.value} has not the form module:object")
+    try:
+        backend = item.entry_point.load()
+    except (ImportError, TypeError, AttributeError) as error:
+        from ._diagnosis import diagnose
+
+        diagnosis = diagnose(item.entry_point, error)
+        if diagnosis:
+            raise BackendError(diagnosis) from error
+        raise
+    if not isinstance(backend, Backend):
+        raise SpecError(f"{item.entry_point.value} is a {type(backend).__name__}, not an opslot.Backend")
+    return backend
+
+
+def _foreign(modules: set[str], item: Offered) -> tuple[str, ...]:
+    """The packages among `modules` that are neither the backend's own nor what opslot itself brings."""
+    own = re.split(r"[.:]", item.entry_point.value)[0].strip() if item.entry_point else ""
+    roots = {module.partition(".")[0] for module in modules} - {own, "opslot", "packaging", "yaml"}
+    return tuple(sorted(roots - sys.stdlib_module_names))
 
 
 def _settle(found: Registry, record: BackendRecord, *, last_chance: bool) -> BackendRecord | None:
@@ -107,11 +147,11 @@ def _settle(found: Registry, record: BackendRecord, *, last_chance: bool) -> Bac
     except OpslotError as error:
         if isinstance(error, UnknownOp) and not last_chance:
             return None
-        return _failed(record.name, record.distribution, record.version, error)
+        return _failed(record, error)
     return record
 
 
-def _failed(name: str, distribution: str, version: str, error: BaseException) -> BackendRecord:
+def _failed(record: BackendRecord, error: BaseException) -> BackendRecord:
     import traceback
 
-    return BackendRecord(name, distribution, version, error=error, traceback="".join(traceback.format_exception(error)))
+    return replace(record, backend=None, error=error, traceback="".join(traceback.format_exception(error)))

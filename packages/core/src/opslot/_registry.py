@@ -1,14 +1,14 @@
 """The registry: which contracts and kernels there are, and which kernel a name means."""
 
-import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Any
 
 from ._backend import Backend
 from ._catalog import distribution_of
 from ._contract import Key, OpContract
 from ._device import Device, DeviceKind, current_device, describe, is_present, parse_target
+from ._distributions import normal
 from ._errors import (
     BackendError,
     DuplicateError,
@@ -57,7 +57,11 @@ class Choice:
 
 @dataclass(frozen=True)
 class BackendRecord:
-    """One backend as it was found: loaded, or failed with what it raised and the traceback as text."""
+    """One backend as it was found: loaded, or failed with what it raised and the traceback as text, or `denied`.
+
+    `imported` are the packages besides its own that its entry point brought into the process, in `milliseconds` in all.
+    `remark` says what is odd about its installation.
+    """
 
     name: str
     distribution: str
@@ -65,6 +69,11 @@ class BackendRecord:
     backend: Backend | None = None
     error: BaseException | None = None
     traceback: str = ""
+    _: KW_ONLY
+    denied: str = ""
+    imported: tuple[str, ...] = ()
+    milliseconds: float = 0.0
+    remark: str = ""
 
 
 class Registry:
@@ -131,7 +140,7 @@ class Registry:
         ops = {known for known, _ in self._contracts}
         if op in ops:
             raise UnknownOp(f"op {op!r} has no variant {variant!r}{_variants(op, self._contracts)}")
-        raise UnknownOp(f"unknown op {op!r}{nearest(op, ops)}; known: {_list(sorted(ops))}{self.failures()}")
+        raise UnknownOp(f"unknown op {op!r}{nearest(op, ops)}; known: {_list(sorted(ops))}{self.missing()}")
 
     def offers(self, op: str, variant: str = "standard") -> tuple[Offer, ...]:
         """Every kernel for this contract, usable here or not, by name."""
@@ -142,12 +151,12 @@ class Registry:
         """The one kernel that `name` or `distribution:name` means.
 
         Raises `UnknownKernel`, `DuplicateError` when two distributions offer the bare name, `BackendError` when
-        `name` is that of a backend which failed to load.
+        `name` is that of a backend which failed to load or is denied.
         """
         contract = self.contract(op, variant)
         distribution, _, bare = name.rpartition(":")
         offers = self.offers(op, variant)
-        mine = [o for o in offers if not distribution or _normal(o.distribution) == _normal(distribution)]
+        mine = [o for o in offers if not distribution or normal(o.distribution) == normal(distribution)]
         # A name as it is written wins over what is left of it without the contract's prefix.
         names = (bare, bare.removeprefix(contract.prefix))
         found = next((hits for wanted in names if (hits := [o for o in mine if wanted in _names(o.spec)])), [])
@@ -159,17 +168,18 @@ class Registry:
                 f"choose one of: {_list(o.selector for o in found)}"
             )
         for record in self.records:
-            if record.error is not None and (
-                record.name in names or _normal(record.distribution) == _normal(distribution)
-            ):
+            meant = normal(record.distribution) == normal(distribution) if distribution else record.name in names
+            who = f"kernel {name!r} for {contract}: backend {record.name!r} of {record.distribution} {record.version}"
+            if meant and record.denied:
+                raise BackendError(f"{who} is {record.denied}")
+            if meant and record.error is not None:
                 raise BackendError(
-                    f"kernel {name!r} for {contract}: backend {record.name!r} of {record.distribution} "
-                    f"{record.version} failed to load: {type(record.error).__name__}: {record.error}"
+                    f"{who} failed to load: {type(record.error).__name__}: {record.error}"
                 ) from record.error
         valid = [EAGER, AUTO, *(o.spec.name for o in offers)]
         absent = distribution_of(contract.op, names[-1])
         hint = f"; {absent} brings one: pip install {absent}" if absent else nearest(name, valid)
-        raise UnknownKernel(f"no kernel {name!r} for {contract}{hint}; known: {_list(valid)}{self.failures()}")
+        raise UnknownKernel(f"no kernel {name!r} for {contract}{hint}; known: {_list(valid)}{self.missing()}")
 
     def choose(
         self,
@@ -310,6 +320,11 @@ class Registry:
         ]
         return f". These backends failed to load: {'; '.join(failed)}" if failed else ""
 
+    def missing(self) -> str:
+        """`failures()`, and a sentence that names the backends which OPSLOT_BACKENDS denies."""
+        denied = [f"{r.name} of {r.distribution} is {r.denied}" for r in self.records if r.denied]
+        return self.failures() + (f". Not loaded: {'; '.join(denied)}" if denied else "")
+
 
 def _unique(items: Iterable[Any], taken: dict[Any, Any], what: str) -> dict[Any, Any]:
     fresh: dict[Any, Any] = {}
@@ -330,10 +345,6 @@ def _variants(op: str, contracts: Iterable[Key]) -> str:
 
 def _names(spec: KernelSpec) -> set[str]:
     return {spec.name, *spec.aliases}
-
-
-def _normal(distribution: str) -> str:
-    return re.sub(r"[-_.]+", "-", distribution).lower()
 
 
 def _unmet(offer: Offer, device: Device, dtypes: tuple[str, ...], installed: Installed | None) -> tuple[str, ...]:

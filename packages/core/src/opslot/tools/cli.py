@@ -1,16 +1,15 @@
 """The command `opslot`."""
 
 import argparse
-import json
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from importlib.metadata import version
 from typing import Any
 
-from opslot import AUTO, BackendRecord, Device, OpContract, OpslotError, Registry, registry
+from opslot import AUTO, Device, OpContract, OpslotError, Registry, registry
 from opslot._target import plain_signature
-
-from . import resolve
+from opslot.tools import backends, resolve
+from opslot.tools.output import print_json, print_table
 
 EXIT_CODES = (
     "exit codes: 0 done; 1 an error, a backend that failed to load (backends), a choice that cannot be (resolve); "
@@ -34,7 +33,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for name, run, text in (
         ("list", _list, "every op, its kernels, and why one cannot run here"),
-        ("backends", _backends, "the installed backends, and what failed to load"),
+        ("backends", backends.run, "the installed backends, and what failed to load"),
         ("explain", _explain, "one op: its maths, its config fields, its kernels"),
         ("resolve", resolve.run, "what a configuration means on a machine, or the explicit form of it"),
     ):
@@ -43,7 +42,9 @@ def _parser() -> argparse.ArgumentParser:
         command.set_defaults(run=run)
         if name == "explain":
             command.add_argument("op", metavar="OP[/VARIANT]", help="an op, one variant of it, or its config field")
-        if name == "resolve":
+        elif name == "backends":
+            backends.add_check(command)
+        elif name == "resolve":
             resolve.add_arguments(command)
     return parser
 
@@ -54,7 +55,7 @@ def _list(options: argparse.Namespace) -> int:
     ops = [_op(known, contract, device) for contract in known.contracts()]
     _warn(known)
     if options.json:
-        _print_json({"device": str(device), "ops": ops})
+        print_json({"device": str(device), "ops": ops})
         return 0
     print(f"device: {device}")
     rows = [
@@ -62,47 +63,13 @@ def _list(options: argparse.Namespace) -> int:
         for op in ops
         for kernel in op["kernels"]
     ]
-    _print_table(("op", "kernel", "from", "usable here"), rows)
+    print_table(("op", "kernel", "from", "usable here"), rows)
     return 0
 
 
 def _warn(known: Registry) -> None:
     if known.failures():
         print(f"opslot{known.failures()}: see `opslot backends`".replace("opslot. ", "opslot: "), file=sys.stderr)
-
-
-def _backends(options: argparse.Namespace) -> int:
-    records = registry().records
-    failed = any(record.error for record in records)
-    if options.json:
-        _print_json([_backend(record) for record in records])
-        return int(failed)
-    _print_table(
-        ("backend", "distribution", "version", "offers"),
-        [(record.name, record.distribution, record.version, _offers(record)) for record in records],
-    )
-    for record in records:
-        if record.error:
-            print(f"\n{record.distribution} failed to load:\n{record.traceback}", file=sys.stderr)
-    return int(failed)
-
-
-def _backend(record: BackendRecord) -> dict[str, Any]:
-    return {
-        "name": record.name,
-        "distribution": record.distribution,
-        "version": record.version,
-        "kernels": [str(spec) for spec in record.backend.kernels] if record.backend else [],
-        "contracts": [str(contract) for contract in record.backend.contracts] if record.backend else [],
-        "error": f"{type(record.error).__name__}: {record.error}" if record.error else None,
-        "traceback": record.traceback or None,
-    }
-
-
-def _offers(record: BackendRecord) -> str:
-    if record.backend is None:
-        return f"failed to load: {type(record.error).__name__}: {record.error}"
-    return f"{len(record.backend.kernels)} kernels, {len(record.backend.contracts)} contracts"
 
 
 def _explain(options: argparse.Namespace) -> int:
@@ -118,14 +85,14 @@ def _explain(options: argparse.Namespace) -> int:
     data = [_op(known, contract, device) for contract in contracts]
     _warn(known)
     if options.json:
-        _print_json(data)
+        print_json(data)
         return 0
     for contract, item in zip(contracts, data, strict=True):
         print(f"{contract}{plain_signature(contract.signature())}")
         print("\n" + "\n".join(f"  {line}".rstrip() for line in contract.doc().splitlines()))
         print(f"\n  config fields: {', '.join(item['fields'])}")
         print(f"  auto on {device}: {item['auto']['kernel']} ({item['auto']['reason']})\n")
-        _print_table(
+        print_table(
             ("kernel", "from", "priority", "claims", "dtypes", "usable here", "summary"),
             [
                 (k["name"], k["distribution"], k["priority"], _claims(k), _dtypes(k), _verdict(k), k["summary"])
@@ -190,14 +157,3 @@ def _dtypes(kernel: dict[str, Any]) -> str:
 
 def _verdict(kernel: dict[str, Any]) -> str:
     return "yes" if not kernel["unmet"] else "no: " + "; ".join(kernel["unmet"])
-
-
-def _print_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    lines = [header, *rows]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
-    for line in lines:
-        print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
-
-
-def _print_json(data: Any) -> None:
-    print(json.dumps(data, indent=2))
