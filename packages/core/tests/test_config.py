@@ -1,4 +1,3 @@
-import random
 import textwrap
 
 import opslot
@@ -262,30 +261,3 @@ def test_a_kernel_of_an_absent_distribution_is_no_typo():
         opslot.UnknownKernel, match=r"opslot-backend-quack brings one: pip install opslot-backend-quack"
     ):
         opslot.registry().offer("moe_experts", "standard", "fused_quack")
-
-
-def test_no_configuration_gives_anything_but_rules_or_a_named_error(known):
-    """Random trees, of words that mean something and values that do not."""
-    draw = random.Random(0)
-    words = ["scale", "scaling", "scale/other", "default", "modules", "model", "ops_implementation", "strict", "x", "",
-             "attn_implementation", "auto", "eager", "fast", "fused_fast", "fused", "standard", "other", "acme:fast",
-             "**", "a.*", "rms_norm", "liger", ":", "/", "acme:", ":fast", "scale/"]  # fmt: skip
-
-    def value(depth: int) -> object:
-        kind = draw.randrange(8)
-        if kind == 0 and depth < 4:
-            return {key(): value(depth + 1) for _ in range(draw.randrange(4))}
-        return draw.choice([None, True, 3, 2.5, [], "fast", *words]) if kind < 3 else draw.choice(words)
-
-    def key() -> object:
-        return draw.choice([*words, 1, None]) if draw.random() < 0.1 else draw.choice(words)
-
-    good = 0
-    for _ in range(3000):
-        tree = {key(): value(0) for _ in range(draw.randrange(1, 4))}
-        try:
-            OpsConfig.parse(tree).rules(known)
-            good += 1
-        except OpslotError:
-            pass
-    assert 50 < good < 2900

@@ -2,11 +2,12 @@
 
 import copy
 import logging
+import random
 
 import opslot
 import pytest
 import torch
-from opslot import BindError, ConfigError, OpsConfig, bind, bound
+from opslot import BindError, Binding, ConfigError, OpsConfig, OpslotError, bind, bound
 from opslot._modules import canonical_modules, glob_pattern, matches
 from torch.utils.checkpoint import checkpoint
 
@@ -176,11 +177,11 @@ def test_a_choice_without_effect_is_warned_about_and_refused_when_strict(model, 
         ConfigError, match=r"Model has no slot for rms_norm_gated: fla in code; .*Its ops: scale\. Leave"
     ):
         bind(model, {**wanted, "strict": True}, device="cpu", registry=known)
-    with monkeypatch.context() as patched, pytest.raises(ConfigError, match="has no slot for"):
-        patched.setenv("OPSLOT_STRICT", "1")
-        bind(model, wanted, device="cpu", registry=known)
     with pytest.raises(ConfigError, match="has no slot for"):
         bind(model, OpsConfig.parse({"strict": True}).over(wanted), device="cpu", registry=known)
+    monkeypatch.setenv("OPSLOT_STRICT", "1")
+    with pytest.raises(ConfigError, match="has no slot for"):
+        bind(model, wanted, device="cpu", registry=known)
 
 
 def test_the_explicit_configuration_reproduces_a_binding(model, known):
@@ -235,3 +236,36 @@ def test_binding_while_activations_are_recomputed_is_refused(model, known):
     assert len(seen) == 2
     assert binding.verify() == ()
     binding.unbind()
+
+
+def test_no_configuration_gives_anything_but_a_binding_or_a_named_error(known, scale_class):
+    """Random trees, of words that mean something and values that do not. After an error the model is as it was."""
+    model = Model(scale_class, 2)
+    draw = random.Random(0)
+    words = ["scale", "scaling", "scale/standard", "scale/other", "default", "modules", "model", "ops_implementation"]
+    words += ["strict", "attn_implementation", "standard", "other", "rms_norm", "liger", "scale/", "/", ":", "", "x"]
+    words += ["auto", "eager", "fast", "slow", "half", "cuda", "fused_fast", "fused", "acme:fast", "acme:", ":fast"]
+    words += ["**", "a.*", "layers.0.norm", "layers.*.norm"]
+
+    def value(depth: int) -> object:
+        kind = draw.randrange(8)
+        if kind == 0 and depth < 4:
+            return {key(): value(depth + 1) for _ in range(draw.randrange(4))}
+        return draw.choice([None, True, 3, 2.5, [], "fast", *words]) if kind < 3 else draw.choice(words)
+
+    def key() -> object:
+        return draw.choice([*words, 1, None]) if draw.random() < 0.1 else draw.choice(words)
+
+    bound_ones = 0
+    for _ in range(3000):
+        tree = {key(): value(0) for _ in range(draw.choice((1, 1, 1, 2, 3)))}
+        before = [vars(module).get("scale_op") for module in model.modules()]
+        try:
+            binding = bind(model, tree, device="cpu", registry=known)
+        except OpslotError:
+            assert [vars(module).get("scale_op") for module in model.modules()] == before
+        else:
+            assert isinstance(binding, Binding)
+            assert binding.verify() == ()
+            bound_ones += 1
+    assert 50 < bound_ones < 2900
