@@ -12,7 +12,8 @@ from ._discovery import registry as default_registry
 from ._errors import BindError
 from ._kernel import AUTO
 from ._obstacle import obstacle, parameter_dtypes
-from ._registry import Choice, Registry
+from ._provenance import Provenance
+from ._registry import Choice, Offer, Registry
 from ._slot import OpSlot
 
 if TYPE_CHECKING:
@@ -67,7 +68,7 @@ def bind(
         name, field = selected.get(contract.key, (config.default, "default"))
         choice, slot = planner.plan(site, contract, name)
         reason = choice.reason if name == AUTO else f"{choice.reason}: {field} in {config.origin}"
-        rows.append(Row.of(site.name, site.attribute, contract, choice.offer, reason))
+        rows.append(Row.of(site.name, site.attribute, contract, choice.offer, reason, planner.provenance(slot)))
         writes.append(Write(site.module, site.attribute, slot, planner.original(site), contract))
     used = {(row.op, row.variant) for row in rows}
     unused = {field for key, (_, field) in selected.items()} - {f for key, (_, f) in selected.items() if key in used}
@@ -86,6 +87,7 @@ class _Planner:
         self._device = device
         self._choices: dict[Any, Choice] = {}
         self._slots: dict[Any, OpSlot] = {}
+        self._provenances: dict[Offer, Provenance] = {}
 
     def plan(self, site: _Site, contract: OpContract, name: str) -> tuple[Choice, OpSlot | None]:
         """The choice for this site and the slot to write into its instance, None where the class's own is right."""
@@ -107,6 +109,13 @@ class _Planner:
         """The slot without a kernel: None for the class's own, an unbound one where `__init__` made it."""
         declared = getattr(type(site.module), site.attribute, None)
         return None if isinstance(declared, OpSlot) else site.slot.bound_to(None, None)
+
+    def provenance(self, slot: OpSlot | None) -> Provenance:
+        if slot is None or slot.offer is None or slot.kernel is None:
+            return Provenance()
+        if slot.offer not in self._provenances:
+            self._provenances[slot.offer] = Provenance.of(slot.offer, slot.kernel)
+        return self._provenances[slot.offer]
 
     def _slot(self, site: _Site, choice: Choice) -> OpSlot | None:
         if choice.offer is None:
@@ -149,4 +158,5 @@ def _check_attention(model: "torch.nn.Module", config: OpsConfig) -> None:
 def _log(binding: Binding) -> None:
     import logging
 
-    logging.getLogger("opslot").info("%s", binding)
+    # The record carries the binding: a handler on this logger is how a framework learns of every bind.
+    logging.getLogger("opslot").info("%s", binding, extra={"opslot_binding": binding})

@@ -37,8 +37,9 @@ class KernelSpec:
 
     `target` is the function, or "module:attr" which is imported when the kernel is first bound. `aliases` are other
     config values that mean this kernel. `dtypes` limits the dtype of the parameters it reads ("bfloat16"), empty means
-    any. `backward`, `compile`, `cuda_graphs`, `deterministic` and `batch_invariant` are claims: what a spec does not
-    claim is not promised.
+    any. `nested` is for a kernel that chooses among implementations itself: a function, or "module:attr", that returns
+    the name of the one that runs here ("triton", "cutedsl"), for reports and fingerprints. `backward`, `compile`,
+    `cuda_graphs`, `deterministic` and `batch_invariant` are claims: what a spec does not claim is not promised.
     """
 
     op: str
@@ -47,6 +48,7 @@ class KernelSpec:
     target: Target
     aliases: tuple[str, ...] = ()
     requires: Requires = field(default_factory=Requires)
+    nested: Target | None = None
     dtypes: tuple[str, ...] = ()
     backward: bool = True
     compile: bool = False
@@ -75,6 +77,8 @@ class KernelSpec:
         if not isinstance(self.requires, Requires):
             raise SpecError(f"kernel {self}: requires must be a Requires, got {self.requires!r}")
         check_target(self.target, f"kernel {self}")
+        if self.nested is not None:
+            check_target(self.nested, f"kernel {self}: nested")
 
     def unmet(self, device: Device, dtypes: tuple[str, ...] = ()) -> tuple[str, ...]:
         """Why this kernel cannot run on `device` for parameters of `dtypes`; empty when it can."""

@@ -9,8 +9,12 @@ from typing import Any
 
 from opslot import AUTO, BackendRecord, Device, OpContract, OpslotError, Registry, registry
 from opslot._target import plain_signature
+from opslot.tools import diff
 
-EXIT_CODES = "exit codes: 0 done; 1 an error, or a backend that failed to load (backends); 2 wrong usage"
+EXIT_CODES = (
+    "exit codes: 0 done, or no difference (diff); 1 an error, a backend that failed to load (backends), or a "
+    "difference (diff); 2 wrong usage, or a file that cannot be compared (diff)"
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -31,12 +35,16 @@ def _parser() -> argparse.ArgumentParser:
         ("list", _list, "every op, its kernels, and why one cannot run here"),
         ("backends", _backends, "the installed backends, and what failed to load"),
         ("explain", _explain, "one op: its maths, its config fields, its kernels"),
+        ("diff", diff.run, "what differs between two bindings written by Binding.to_json()"),
     ):
         command = commands.add_parser(name, help=text, description=text, epilog=EXIT_CODES)
         command.add_argument("--json", action="store_true", help="print JSON")
         command.set_defaults(run=run)
         if name == "explain":
             command.add_argument("op", metavar="OP[/VARIANT]", help="an op, one variant of it, or its config field")
+        if name == "diff":
+            command.add_argument("a", metavar="A.json")
+            command.add_argument("b", metavar="B.json")
     return parser
 
 
