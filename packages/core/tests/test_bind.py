@@ -37,10 +37,12 @@ def test_the_report_says_what_runs_where_and_why(known, model):
     binding = bind(model, {"scaling": "fused_fast"}, device=Device("cpu", "x86_64"), registry=known)
     assert str(binding).splitlines() == [
         f"opslot: 2 slots on cpu (x86_64), choice {binding.fingerprint}",
-        "  scale/standard     2 x  fast acme 2.0  [asked for: scaling in code]",
-        "                          *",
+        "  scale/standard",
+        "    fast acme 2.0, 2 x  [asked for: scaling in code]",
+        "      {0-1}",
     ]
     row = binding.to_dict()["slots"][0]
+    assert row.pop("source").startswith("code:")
     assert row == {
         "module": "0",
         "slot": "scale_op",
@@ -49,7 +51,7 @@ def test_the_report_says_what_runs_where_and_why(known, model):
         "kernel": "fast",
         "distribution": "acme",
         "version": "2.0",
-        "identity": "acme:fast==2.0",
+        "nested": "",
         "reason": "asked for: scaling in code",
     }
 
@@ -202,7 +204,7 @@ def test_the_fingerprint_is_of_the_choice(known, make_kernel, model):
     known.register(make_kernel("mine"))
     mine = bind(model, {"scale": "mine"}, device="cpu", registry=known)
     assert mine.rows[0].distribution == "process-local"
-    assert mine.rows[0].identity.startswith("process-local:mine==")
+    assert mine.rows[0].source.startswith("code:")
     known.register(make_kernel("mine", target=lambda x, weight, factor=2.0: x), replace=True)
     assert bind(model, {"scale": "mine"}, device="cpu", registry=known).fingerprint != mine.fingerprint
 

@@ -27,7 +27,8 @@ def test_a_name_that_transformers_knows_and_that_is_not_installed(config, how):
 @pytest.mark.parametrize("how", ["build", "adopt"])
 def test_what_is_offered_is_passed_on(config, how, monkeypatch):
     binding = choose(how, config, {"attn_implementation": "eager"})
-    assert binding._model.config._attn_implementation == "eager"
+    assert binding._model.config._attn_implementation == binding.attention == binding.to_dict()["attention"] == "eager"
+    assert "attention: eager, run by transformers" in str(binding)
     monkeypatch.setenv("OPSLOT_OPS", "attn_implementation=flex_attention")
     binding = choose(how, config, {"attn_implementation": "eager"})
     assert binding._model.config._attn_implementation == "flex_attention"

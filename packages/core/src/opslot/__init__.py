@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from ._kernel import EAGER as EAGER
     from ._kernel import KernelSpec as KernelSpec
     from ._kernel import Priority as Priority
+    from ._proof import Miss as Miss
+    from ._proof import Proof as Proof
     from ._registry import PROCESS_LOCAL as PROCESS_LOCAL
     from ._registry import BackendRecord as BackendRecord
     from ._registry import Choice as Choice
@@ -69,6 +71,7 @@ _NAMES = {
     ),
     "_installed": ("Installed",),
     "_kernel": ("AUTO", "EAGER", "KernelSpec", "Priority"),
+    "_proof": ("Miss", "Proof"),
     "_registry": ("PROCESS_LOCAL", "BackendRecord", "Choice", "Offer", "Registry"),
     "_requires": ("Requires",),
     "_slot": ("OpSlot", "guard_forward"),

@@ -15,7 +15,8 @@ from ._errors import BindError, ConfigError, nearest
 from ._kernel import AUTO, EAGER
 from ._modules import canonical_modules, glob_pattern, matches
 from ._obstacle import obstacle, parameter_dtypes
-from ._registry import Choice, Registry
+from ._provenance import Provenance
+from ._registry import Choice, Offer, Registry
 from ._slot import OpSlot
 
 if TYPE_CHECKING:
@@ -65,7 +66,7 @@ def bind(
             "model use opslot_models.adopt(model, ops) or opslot_models.build_foundation_model(...)"
         )
     rules = _Rules(config, registry, sites, model)
-    _check_attention(model, config)
+    attention = _attention(model, config)
     judged = registry.describe(device) if device is not None else _device_of(model, registry)
 
     rows, writes = [], []
@@ -74,10 +75,11 @@ def bind(
         name, why = rules.decide(site)
         choice, slot = planner.plan(site, name, why)
         reason = choice.reason if name == AUTO else f"{choice.reason}: {why}"
-        rows.append(Row.of(site.names[0], site.attribute, site.contract, choice.offer, reason))
+        source = planner.provenance(slot)
+        rows.append(Row.of(site.names[0], site.attribute, site.contract, choice.offer, reason, source))
         writes.append(Write(site.module, site.attribute, slot, planner.original(site), site.contract))
     failures = registry.failures().removeprefix(". ")
-    binding = Binding(model, judged, tuple(rows), tuple(writes), rules.unused, failures)
+    binding = Binding(model, judged, tuple(rows), tuple(writes), rules.unused, failures, attention)
     binding.apply()
     _log(binding)
     return binding
@@ -173,6 +175,7 @@ class _Planner:
         self._device = device
         self._choices: dict[Any, Choice] = {}
         self._slots: dict[Any, OpSlot] = {}
+        self._provenances: dict[Offer, Provenance] = {}
 
     def plan(self, site: _Site, name: str, why: str) -> tuple[Choice, OpSlot | None]:
         """The choice for this site and the slot to write into its instance, None where the class's own is right."""
@@ -194,6 +197,13 @@ class _Planner:
         """The slot without a kernel: None for the class's own, an unbound one where `__init__` made it."""
         declared = getattr(type(site.module), site.attribute, None)
         return None if isinstance(declared, OpSlot) else site.slot.bound_to(None, None)
+
+    def provenance(self, slot: OpSlot | None) -> Provenance:
+        if slot is None or slot.offer is None or slot.kernel is None:
+            return Provenance()
+        if slot.offer not in self._provenances:
+            self._provenances[slot.offer] = Provenance.of(slot.offer, slot.kernel)
+        return self._provenances[slot.offer]
 
     def _slot(self, site: _Site, choice: Choice) -> OpSlot | None:
         if choice.offer is None:
@@ -226,20 +236,23 @@ def _device_of(model: "torch.nn.Module", registry: Registry) -> Device:
     return registry.current_device()
 
 
-def _check_attention(model: "torch.nn.Module", config: OpsConfig) -> None:
+def _attention(model: "torch.nn.Module", config: OpsConfig) -> str:
+    """What transformers runs attention with, for the report. Raises `BindError` when the configuration says another."""
     wanted = config.attn_implementation
-    actual = getattr(getattr(model, "config", None), "_attn_implementation", None)
+    actual: str | None = getattr(getattr(model, "config", None), "_attn_implementation", None)
     if wanted is not None and wanted != actual:
         raise BindError(
             f"attn_implementation is {wanted!r} in {config.origin}, but this model has {actual!r}. Attention is chosen "
             "by transformers: pass attn_implementation when building the model, or call model.set_attn_implementation"
         )
+    return actual or ""
 
 
 def _log(binding: Binding) -> None:
     import logging
 
     logger = logging.getLogger("opslot")
-    logger.info("%s", binding)
+    # The record carries the binding: a handler on this logger is how a framework learns of every bind.
+    logger.info("%s", binding, extra={"opslot_binding": binding})
     for choice in binding.unused:
         logger.warning("opslot: %s has no effect, this model has no such slot", choice)

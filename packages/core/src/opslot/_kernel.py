@@ -38,9 +38,10 @@ class KernelSpec:
 
     `target` is the function, or "module:attr" which is imported when the kernel is first bound. `aliases` are other
     config values that mean this kernel. `dtypes` are the floating dtypes that it takes ("bfloat16"), empty means any;
-    at bind those of the module's parameters are judged, at each call that of the first floating argument. `backward`,
-    `compile`, `cuda_graphs`, `deterministic` and `batch_invariant` are claims: what a spec does not claim is not
-    promised.
+    at bind those of the module's parameters are judged, at each call that of the first floating argument. `nested` is
+    for a kernel that chooses among implementations itself: a function, or "module:attr", that returns the name of the
+    one that runs here ("triton", "cutedsl"), for reports and fingerprints. `backward`, `compile`, `cuda_graphs`,
+    `deterministic` and `batch_invariant` are claims: what a spec does not claim is not promised.
     """
 
     op: str
@@ -49,6 +50,7 @@ class KernelSpec:
     target: Target
     aliases: tuple[str, ...] = ()
     requires: Requires = field(default_factory=Requires)
+    nested: Target | None = None
     dtypes: tuple[str, ...] = ()
     backward: bool = True
     compile: bool = False
@@ -77,6 +79,8 @@ class KernelSpec:
         if not isinstance(self.requires, Requires):
             raise SpecError(f"kernel {self}: requires must be a Requires, got {self.requires!r}")
         check_target(self.target, f"kernel {self}")
+        if self.nested is not None:
+            check_target(self.nested, f"kernel {self}: nested")
 
     def unmet(
         self, device: Device, dtypes: tuple[str, ...] = (), installed: Installed | None = None

@@ -8,12 +8,12 @@ from typing import Any
 
 from opslot import AUTO, Device, OpContract, OpslotError, Registry, registry
 from opslot._target import plain_signature
-from opslot.tools import backends, resolve
+from opslot.tools import backends, diff, resolve
 from opslot.tools.output import print_json, print_table
 
 EXIT_CODES = (
-    "exit codes: 0 done; 1 an error, a backend that failed to load (backends), a choice that cannot be (resolve); "
-    "2 wrong usage"
+    "exit codes: 0 done, or no difference (diff); 1 an error, a backend that failed to load (backends), a choice that "
+    "cannot be (resolve), or a difference (diff); 2 wrong usage, or a file that cannot be compared (diff)"
 )
 
 
@@ -36,6 +36,7 @@ def _parser() -> argparse.ArgumentParser:
         ("backends", backends.run, "the installed backends, and what failed to load"),
         ("explain", _explain, "one op: its maths, its config fields, its kernels"),
         ("resolve", resolve.run, "what a configuration means on a machine, or the explicit form of it"),
+        ("diff", diff.run, "what differs between two bindings written by Binding.to_json()"),
     ):
         command = commands.add_parser(name, help=text, description=text, epilog=EXIT_CODES)
         command.add_argument("--json", action="store_true", help="print JSON")
@@ -46,6 +47,9 @@ def _parser() -> argparse.ArgumentParser:
             backends.add_check(command)
         elif name == "resolve":
             resolve.add_arguments(command)
+        elif name == "diff":
+            command.add_argument("a", metavar="A.json")
+            command.add_argument("b", metavar="B.json")
     return parser
 
 
