@@ -9,8 +9,11 @@ from typing import Any
 
 from opslot import AUTO, BackendRecord, Device, OpContract, OpslotError, Registry, registry
 from opslot._target import plain_signature
+from opslot.tools import doctor
 
-EXIT_CODES = "exit codes: 0 done; 1 an error, or a backend that failed to load (backends); 2 wrong usage"
+EXIT_CODES = (
+    "exit codes: 0 done; 1 an error, a backend that failed to load, or a problem that doctor found; 2 wrong usage"
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -31,6 +34,7 @@ def _parser() -> argparse.ArgumentParser:
         ("list", _list, "every op, its kernels, and why one cannot run here"),
         ("backends", _backends, "the installed backends, and what failed to load"),
         ("explain", _explain, "one op: its maths, its config fields, its kernels"),
+        ("doctor", doctor.run, "what is wrong with this environment, and what to do about it"),
     ):
         command = commands.add_parser(name, help=text, description=text, epilog=EXIT_CODES)
         command.add_argument("--json", action="store_true", help="print JSON")
