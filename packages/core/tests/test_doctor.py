@@ -184,6 +184,8 @@ def test_kernels_of_one_op_are_alternatives(make_kernel):
     both = backend(make_kernel, "both", ("norm", "lib<2"), ("norm", "lib>=2"))
     assert examine(but(records=(both,), versions={"lib": "1.5"})) == ()
     assert examine(but(records=(both, backend(make_kernel, "new", ("norm", "lib>=3"))))) == ()
+    by_op = backend(make_kernel, "by-op", ("norm", "lib<2"), ("glu", "lib>=2"))  # its author's choice, no conflict
+    assert examine(but(records=(by_op,))) == ()
     both = backend(make_kernel, "both", ("norm", "lib<2"), ("norm", "lib>=2,<3"))
     finding = one(but(records=(both,), versions={"lib": "3.0"}))
     assert finding.what == "both (norm/standard) needs lib<2 or lib<3,>=2"
