@@ -4,8 +4,9 @@ import types
 
 import pytest
 import torch
-from opslot import Backend, Device, DeviceKind, KernelUnavailable, OpslotError, Priority, Requires
+from opslot import Backend, Device, DeviceKind, KernelUnavailable, OpslotError, Priority, Requires, bind
 from opslot._device import CORE_KINDS
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 
 def fake_gpus(monkeypatch, *gpus, hip=None):
@@ -177,3 +178,26 @@ def test_every_example_of_the_core_is_one_that_its_kind_accepts(known):
     assert [kind.name for kind in examples] == ["cuda", "rocm", "npu"]
     for kind in examples:
         assert known.target(f"{kind.name}:{kind.example}") == Device(kind.name, kind.example)
+
+
+def test_bind_judges_the_present_accelerator_or_what_it_is_given(known, scale_class, monkeypatch):
+    fake_gpus(monkeypatch, *NVIDIA[:2])
+    binding = bind(scale_class(), "auto", registry=known)  # its parameters are on the CPU
+    assert (binding.device.arch, binding.rows[0].kernel) == ("sm_100", "cuda")
+    binding = bind(scale_class(), "auto", device="cuda:0", registry=known)
+    assert (binding.device.arch, binding.rows[0].kernel) == ("sm_90", "cuda")
+    binding = bind(scale_class(), "auto", device="cpu", registry=known)
+    assert (binding.device.kind, binding.rows[0].kernel) == ("cpu", "fast")
+    fake_gpus(monkeypatch, *AMD, hip="7.1.0")
+    binding = bind(scale_class(), "auto", registry=known)
+    assert (binding.device.kind, binding.rows[0].kernel) == ("rocm", "fast")
+    with pytest.raises(KernelUnavailable, match=r"needs a cuda device, this is rocm \(gfx90a"):
+        bind(scale_class(), {"scale": "cuda"}, device="cuda:0", registry=known)
+
+
+def test_bind_judges_the_device_by_index_that_the_parameters_are_on(known, scale_class, monkeypatch):
+    fake_gpus(monkeypatch, *NVIDIA)
+    model = scale_class()
+    with FakeTensorMode():
+        model.weight = torch.nn.Parameter(torch.empty(4, device="cuda:1"))
+    assert bind(model, "auto", registry=known).device == Device("cuda", "sm_100", "NVIDIA B200")

@@ -55,7 +55,7 @@ class Installed(ABC):
             text = path.read_text(encoding="utf-8")
         except OSError as error:
             raise ConfigError(f"{path}: {error.strerror}") from error
-        except UnicodeDecodeError as error:
+        except ValueError as error:  # not UTF-8, a NUL in the path
             raise ConfigError(f"{path}: {error}") from error
         pairs = _pinned(text, str(path)) if path.suffix == ".txt" else _locked(text, str(path))
         packages: dict[str, tuple[str, ...]] = {}

@@ -352,8 +352,9 @@ def _unmet(offer: Offer, device: Device, dtypes: tuple[str, ...], installed: Ins
     reasons = offer.spec.unmet(device, dtypes, installed)
     if installed is None or offer.distribution == PROCESS_LOCAL:
         return reasons
-    backend = f"{offer.distribution}=={offer.version}" if offer.version else offer.distribution
-    absent = installed.lacks(backend)
+    # A lock file gives no version to a project's own sources.
+    stated = offer.version and "" not in installed.versions(offer.distribution)
+    absent = installed.lacks(f"{offer.distribution}=={offer.version}" if stated else offer.distribution)
     return (absent, *reasons) if absent else reasons
 
 

@@ -8,12 +8,13 @@ from typing import Any
 
 from opslot import AUTO, Device, OpContract, OpslotError, Registry, registry
 from opslot._target import plain_signature
-from opslot.tools import backends, diff, resolve
+from opslot.tools import backends, diff, doctor, resolve
 from opslot.tools.output import print_json, print_table
 
 EXIT_CODES = (
     "exit codes: 0 done, or no difference (diff); 1 an error, a backend that failed to load (backends), a choice that "
-    "cannot be (resolve), or a difference (diff); 2 wrong usage, or a file that cannot be compared (diff)"
+    "cannot be (resolve), a difference (diff), or a problem that was found (doctor); 2 wrong usage, or a file that "
+    "cannot be compared (diff)"
 )
 
 
@@ -37,6 +38,7 @@ def _parser() -> argparse.ArgumentParser:
         ("explain", _explain, "one op: its maths, its config fields, its kernels"),
         ("resolve", resolve.run, "what a configuration means on a machine, or the explicit form of it"),
         ("diff", diff.run, "what differs between two bindings written by Binding.to_json()"),
+        ("doctor", doctor.run, "what is wrong with this environment, and what to do about it"),
     ):
         command = commands.add_parser(name, help=text, description=text, epilog=EXIT_CODES)
         command.add_argument("--json", action="store_true", help="print JSON")
