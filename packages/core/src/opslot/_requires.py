@@ -7,6 +7,9 @@ from ._device import Device
 from ._errors import SpecError
 from ._installed import Environment, Installed, parse_requirement
 
+# What most packages look like. Right without asking packaging, whose import costs more than the rest of discovery.
+_RANGE = r"(?:>=|<=|==|!=|>|<)\d+(?:\.\d+)*"
+_PLAIN = re.compile(rf"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?(?:{_RANGE}(?:,{_RANGE})*)?")
 _ARCH_RANGE = re.compile(r"(?P<family>[A-Za-z]+_)(?P<low>\d+)\.\.(?:(?P=family)(?P<high>\d+))?")
 
 
@@ -35,7 +38,8 @@ class Requires:
             if ".." in arch and (span is None or int(span["low"]) > int(span["high"] or span["low"])):
                 raise SpecError(f"Requires.archs: {arch!r} is not a range like 'sm_80..' or 'sm_80..sm_90'")
         for package in self.packages:
-            parse_requirement(package)
+            if not _PLAIN.fullmatch(package):
+                parse_requirement(package)
 
     def unmet(self, device: Device, installed: Installed | None = None) -> tuple[str, ...]:
         """The reasons why these requirements do not hold on `device`; empty when they do.

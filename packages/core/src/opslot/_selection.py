@@ -13,7 +13,7 @@ GRAMMAR = (
     "each after a minus, those not to load (-acme,-liger); unset loads all, the empty string none but opslot's own"
 )
 
-_ITEM = re.compile(r"-?[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
+_ITEM = r"-?[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?"
 
 
 def denied(found: Sequence[Offered]) -> dict[Offered, str]:
@@ -34,7 +34,7 @@ def _parse(text: str) -> tuple[bool, list[str]]:
     """Whether the names are denied, and the names."""
     items = [item.strip() for item in text.split(",")] if text.strip() else []
     signs = {item.startswith("-") for item in items}
-    if len(signs) > 1 or not all(map(_ITEM.fullmatch, items)):
+    if len(signs) > 1 or not all(re.fullmatch(_ITEM, item) for item in items):
         raise ConfigError(f"environment variable {VARIABLE}={text!r} does not parse: {GRAMMAR}")
     return True in signs, [item.removeprefix("-") for item in items]
 

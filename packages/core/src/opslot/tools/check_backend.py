@@ -11,13 +11,14 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
-from importlib.metadata import Distribution, EntryPoints, distribution, packages_distributions
+from dataclasses import dataclass, replace
+from importlib.metadata import Distribution, distribution, packages_distributions
 from types import TracebackType
 from typing import Any
 
 from opslot import API_VERSION, API_VERSIONS, BackendRecord, KernelSpec, OpContract, TargetError, registry
 from opslot._distributions import GROUP, normal
+from opslot._environment import STRICT
 from opslot._errors import nearest
 from opslot._selection import VARIABLE
 from opslot._target import check_kernel, load_target
@@ -66,10 +67,11 @@ def _load(record: BackendRecord) -> Iterator[Finding]:
     versions = f"{API_VERSIONS[0]} to {API_VERSION}"
     yield Finding(subject, "ok", f"API version {record.backend.api}; this opslot speaks {versions}")
     # Alone, since in this process another backend may have imported the same library first.
-    (line,) = _python("alone", record, environment={VARIABLE: record.distribution, "OPSLOT_STRICT": "0"})[0]
-    alone = BackendRecord(
-        record.name, record.distribution, record.version, imported=tuple(line[0]), milliseconds=line[1]
-    )
+    lines, end = _python("alone", record, environment={VARIABLE: record.distribution, STRICT: "0"})
+    if not lines:
+        yield Finding(subject, "problem", f"without the other backends it cannot be imported: {end}")
+        return
+    alone = replace(record, imported=tuple(lines[0][0]), milliseconds=lines[0][1])
     heavy = _vendors(record) & set(alone.imported)
     if heavy:
         rule = "importing the entry point must load neither torch nor what the kernels need; name targets as strings"
@@ -96,7 +98,7 @@ def _targets(record: BackendRecord) -> Iterator[Finding]:
     if record.backend is None:
         return
     device = registry().current_device()
-    own = {point.module.partition(".")[0] for point in _entry_points(record)}
+    own = _own_modules(distribution(record.distribution))
     for item, outcome in zip(_items(record), _outcomes(record), strict=True):
         if isinstance(item, KernelSpec):
             what, target, unmet = "kernel", item.target, item.unmet(device)
@@ -122,8 +124,10 @@ def _items(record: BackendRecord) -> list[OpContract | KernelSpec]:
     return [*record.backend.contracts, *record.backend.kernels]
 
 
-def _entry_points(record: BackendRecord) -> EntryPoints:
-    return distribution(record.distribution).entry_points.select(group=GROUP, name=record.name)
+def _own_modules(found: Distribution) -> set[str]:
+    """The top-level modules that the distribution brings; an editable installation lists only its entry points'."""
+    listed = {file.parts[0].removesuffix(".py") for file in found.files or () if file.suffix == ".py"}
+    return listed | {point.module.partition(".")[0] for point in found.entry_points.select(group=GROUP)}
 
 
 def _outcomes(record: BackendRecord) -> list[dict[str, Any]]:

@@ -1,0 +1,224 @@
+"""`opslot backends check`: each rule, broken and kept. Over folders of distributions, in fresh interpreters."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+LICENCE = "License-Expression: MIT\nLicense-File: LICENSE\n"
+KERNELS = "def norm(x, weight, eps): return x\ndef wrong(x, weight): return x\n"
+FROZEN = Path(__file__).parent / "data/opslot_backend_frozen-1.0-py3-none-any.whl"
+
+
+def spec(target, name="acme", **fields):
+    more = "".join(f", {field}={value}" for field, value in fields.items())
+    return f"KernelSpec(op='rms_norm', name={name!r}, target={target!r}{more}),"
+
+
+def check(site, name="acme", *, code=0, **environment):
+    """The verdicts and details by subject, the exit code being `code`."""
+    out = site.python("-m", "opslot", "backends", "check", name, "--json", code=code, **environment)
+    data = json.loads(out)
+    assert data["problems"] == sum(finding["verdict"] == "problem" for finding in data["findings"])
+    assert (data["problems"] > 0) == (code == 1)
+    found = {}
+    for finding in data["findings"]:
+        found.setdefault(finding["subject"], []).append((finding["verdict"], finding["detail"]))
+    return found
+
+
+@pytest.fixture
+def site(site):
+    """Without torch, which takes seconds to import and which the check does not need."""
+    (site.path / "sitecustomize.py").write_text(
+        "import importlib.util\n"
+        "find = importlib.util.find_spec\n"
+        "importlib.util.find_spec = lambda name, package=None: None if name == 'torch' else find(name, package)\n"
+    )
+    (site.path / "torch.py").write_text("raise ModuleNotFoundError(\"No module named 'torch'\", name='torch')")
+    return site
+
+
+@pytest.fixture
+def acme(site):
+    """Write the backend acme, with these kernels, and the module of its kernels."""
+
+    def add(kernels, *, contracts="", head="", module=KERNELS, metadata=LICENCE):
+        site.add("acme", head + site.offering(contracts, kernels), metadata=metadata)
+        (site.path / "acme_kernels.py").write_text(module)
+        with site.path.joinpath("acme-1.0.dist-info/RECORD").open("a") as record:
+            record.write("acme_kernels.py,,\nacme/py.typed,,\n")
+        return site
+
+    return add
+
+
+def test_a_good_backend(acme):
+    site = acme(spec("acme_kernels:norm"), contracts="contract('own'),")
+    found = check(site)
+    assert {verdict for findings in found.values() for verdict, _ in findings} == {"ok"}
+    assert set(found) == {
+        "backend acme",
+        "contract own/standard",
+        "kernel rms_norm/standard:acme",
+        "licence",
+        "licence file",
+    }
+    assert found["backend acme"][0] == ("ok", "API version 1; this opslot speaks 1 to 1")
+    out = site.python("-m", "opslot", "backends", "check", "acme")
+    assert out.splitlines()[0] == "acme 1.0"
+    assert out.splitlines()[-1] == "0 problems"
+
+
+def test_what_the_kernels_need_must_not_be_imported_by_the_entry_point(acme):
+    site = acme(
+        spec("acme_kernels:norm", requires="Requires(modules=('vendorlib',))"), head="import vendorlib, other\n"
+    )
+    for name in ("vendorlib", "other"):
+        (site.path / f"{name}.py").write_text("")
+    verdict, detail = check(site, code=1)["backend acme"][1]
+    assert verdict == "problem"
+    assert detail.startswith("its import brought other, vendorlib in and took ")
+    assert "must load neither torch nor what the kernels need" in detail
+
+
+def test_another_library_is_a_hint_and_torch_is_not(acme):
+    site = acme(spec("acme_kernels:norm"), head="import other\n")
+    (site.path / "other.py").write_text("")
+    (_, lazy, hint) = check(site)["backend acme"]
+    assert lazy[0] == "ok"
+    assert hint == ("hint", hint[1])
+    assert hint[1].startswith("its import brought other in")
+    (site.path / "torch.py").write_text("import many, more, of, its, own")
+    for name in ("many", "more", "of", "its", "own"):
+        (site.path / f"{name}.py").write_text("")
+    (site.path / "other.py").write_text("import torch")
+    verdict, detail = check(site, code=1)["backend acme"][1]
+    assert verdict == "problem"
+    assert detail.startswith("its import brought torch and 6 more in and took ")
+
+
+def test_targets_that_are_wrong_wherever_they_run(acme):
+    unmet = "Requires(devices=('npu',))"
+    site = acme(
+        spec("acme_kernels:nrom", "attribute")
+        + spec("acme_kernels:wrong", "signature", requires=unmet)
+        + spec("acme.kernelz:norm", "module", requires=unmet)
+        + spec("acme_broken:norm", "syntax")
+        + spec("acme_kernels:norm", "elsewhere", requires=unmet)
+    )
+    (site.path / "acme_broken.py").write_text("1 +")
+    found = check(site, code=1)
+    kernels = {s.rpartition(":")[2]: findings[0] for s, findings in found.items() if s.startswith("kernel")}
+    assert {name: verdict for name, (verdict, _) in kernels.items()} == {
+        "attribute": "problem",
+        "signature": "problem",
+        "module": "problem",
+        "syntax": "problem",
+        "elsewhere": "ok",
+    }
+    assert "did you mean 'norm'" in kernels["attribute"][1]
+    assert "it does not take 'eps'" in kernels["signature"][1]
+    assert "SyntaxError" in kernels["syntax"][1]
+    assert "its requirements do not hold here: needs a npu device" in kernels["elsewhere"][1]
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("import no_such_vendor", "No module named 'no_such_vendor'"),
+        ("raise RuntimeError('no NPU driver')", "RuntimeError: no NPU driver"),
+        ("raise SystemExit(3)", "SystemExit: 3"),
+        ("import os; os._exit(7)", "the process that imported it ended: exit code 7"),
+        ("print('a banner'); raise ImportError('libhccl.so: cannot open')", "libhccl.so: cannot open"),
+    ],
+)
+def test_what_cannot_be_imported_here_is_not_checked_and_the_rest_is(acme, source, words):
+    unmet = "Requires(devices=('npu',), modules=('no_such_vendor',))"
+    site = acme(spec("acme_vendor:norm", "a", requires=unmet) + spec("acme_kernels:norm", "b"))
+    (site.path / "acme_vendor.py").write_text(source)
+    found = check(site)
+    ((verdict, detail),) = found["kernel rms_norm/standard:a"]
+    assert verdict == "not checked"
+    assert detail.startswith("cannot import here: ")
+    assert words in detail
+    assert "(its requirements do not hold here: needs a npu device" in detail
+    assert found["kernel rms_norm/standard:b"][0][0] == "ok"
+    met = site.path.joinpath("acme.py")
+    met.write_text(met.read_text().replace(unmet, "Requires()"))
+    ((verdict, detail),) = check(site, code=1)["kernel rms_norm/standard:a"]
+    assert verdict == "problem"
+    assert words in detail
+
+
+def test_a_vendor_function_that_another_version_may_have_is_not_checked(acme):
+    vendor = spec("vendorlib.norms:rms", requires="Requires(packages=('vendorlib>=2',))")
+    site = acme(vendor)
+    (site.path / "vendorlib").mkdir()
+    (site.path / "vendorlib/norms.py").write_text("")
+    ((verdict, detail),) = check(site)["kernel rms_norm/standard:acme"]
+    assert verdict == "not checked"
+    assert "no attribute 'rms'" in detail
+    assert "needs vendorlib>=2, which is not installed" in detail
+
+
+def test_without_torch_a_kernel_is_not_checked(acme):
+    site = acme(spec("acme_kernels:norm"), module="import torch\n" + KERNELS)
+    ((verdict, detail),) = check(site)["kernel rms_norm/standard:acme"]
+    assert verdict == "not checked"
+    assert detail.endswith("No module named 'torch' (torch is not installed)")
+
+
+@pytest.mark.parametrize(
+    ("metadata", "licence", "file"),
+    [
+        ("", "problem", "problem"),
+        ("License: UNKNOWN\n", "problem", "problem"),
+        ("License: Apache 2\n", "ok", "problem"),
+        ("Classifier: License :: OSI Approved :: MIT License\nLicense-File: COPYING\n", "ok", "ok"),
+        ("License-File: LICENSE\n", "problem", "ok"),
+    ],
+)
+def test_the_licence(acme, metadata, licence, file):
+    site = acme("", metadata=metadata)
+    found = check(site, code=int("problem" in (licence, file)))
+    assert (found["licence"][0][0], found["licence file"][0][0]) == (licence, file)
+
+
+def test_no_py_typed_is_a_hint_and_an_init_file_in_the_namespace_is_a_problem(acme):
+    site = acme("")
+    record = site.path / "acme-1.0.dist-info/RECORD"
+    record.write_text(record.read_text().replace("acme/py.typed", "opslot_backends/__init__.py"))
+    found = check(site, code=1)
+    assert found["types"][0][0] == "hint"
+    assert found["namespace"][0][0] == "problem"
+
+
+def test_a_backend_that_does_not_load_is_a_problem(site):
+    site.add("acme", "from opslot import Backend\nBACKEND = Backend(api=9)", metadata=LICENCE)
+    ((verdict, detail),) = check(site, code=1)["backend acme"]
+    assert verdict == "problem"
+    assert "SpecError: this backend is written for version 9" in detail
+
+
+def test_wrong_usage_exits_with_2(acme):
+    site = acme("")
+    for arguments in (("check",), ("check", "acmi"), ("chekc", "acme")):
+        out = site.python("-m", "opslot", "backends", *arguments, code=2)
+    assert "no installed distribution 'acmi' has a backend (did you mean 'acme'?); installed: acme, opslot" in (
+        site.python("-m", "opslot", "backends", "check", "acmi", code=2)
+    )
+    out = site.python("-m", "opslot", "backends", "check", "acme", code=2, OPSLOT_BACKENDS="-acme")
+    assert "'acme' is denied by OPSLOT_BACKENDS='-acme'" in out
+    text = site.python("-m", "opslot", "backends", "check", "--help").replace("\n", " ")
+    assert "exit codes: 0 nothing wrong was found; 1 there are problems; 2 no such backend" in text
+
+
+def test_a_backend_in_a_zip(site):
+    found = check(site, "frozen", code=1, PYTHONPATH=str(FROZEN))
+    verdicts = {subject: findings[0][0] for subject, findings in found.items()}
+    assert verdicts.pop("kernel frozen_scale/standard:frozen_elsewhere") == "problem"  # it has no such module
+    assert verdicts.pop("types") == "hint"
+    kernels = {subject for subject, verdict in verdicts.items() if verdict == "not checked"}
+    assert kernels == {f"kernel frozen_scale/standard:frozen{name}" for name in ("", "_by_name", "_tuned")}
+    assert {verdict for subject, verdict in verdicts.items() if subject not in kernels} == {"ok"}
