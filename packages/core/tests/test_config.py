@@ -47,7 +47,7 @@ def test_a_field_chooses_for_every_variant_or_for_each(known):
 def test_a_yaml_file(tmp_path, text):
     config = read(tmp_path, text)
     origin = str(tmp_path / "ops.yaml")
-    assert config == OpsConfig({"scale": "fast"}, default="eager", attn_implementation="sdpa", origin=origin)
+    assert config == OpsConfig(choices={"scale": "fast"}, default="eager", attn_implementation="sdpa", origin=origin)
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ class Rule:
         return f"{f'modules {self.glob!r}: ' if self.glob else ''}{self.field} in {self.origin}"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class OpsConfig:
     """The user's choice of kernels.
 
@@ -143,7 +143,15 @@ class OpsConfig:
         if isinstance(attention, Mapping):
             raise ConfigError(f"{origin}: attn_implementation must be one name, got {attention!r}")
         names = tuple(name for name in outside if isinstance(name, str))
-        return cls(choices, overrides, default, attention, strict, origin, names)
+        return cls(
+            choices=choices,
+            modules=overrides,
+            default=default,
+            attn_implementation=attention,
+            strict=strict,
+            origin=origin,
+            outside=names,
+        )
 
     def over(self, base: "OpsConfig | Mapping[str, Any] | str | Path | None") -> "OpsConfig":
         """This configuration laid over another: what this one chooses wins, `base` decides the rest."""
