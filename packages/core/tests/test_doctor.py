@@ -3,6 +3,9 @@
 import dataclasses
 import itertools
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 from opslot import Backend, BackendRecord, OpslotError, Requires
@@ -357,3 +360,26 @@ def test_a_process_that_hangs_is_given_up(monkeypatch):
 def test_the_doctor_itself_loads_no_torch():
     code = "import sys, opslot.tools.cli, opslot; opslot.registry(); print('torch' in sys.modules)"
     assert doctor._ask(code) == ("False", "")
+
+
+def test_a_torch_that_breaks_on_import_is_told_by_every_command(tmp_path):
+    (tmp_path / "torch.py").write_text("raise RuntimeError('Failed to load the backend extension: torch_acme')")
+
+    def opslot(*arguments):
+        return subprocess.run(
+            [sys.executable, "-m", "opslot", *arguments],
+            env={**os.environ, "PYTHONPATH": str(tmp_path)},
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+
+    listed = opslot("list")
+    assert listed.returncode == 1
+    assert listed.stderr == (
+        "opslot: torch cannot be imported: Failed to load the backend extension: torch_acme (see `opslot doctor`)\n"
+    )
+    examined = opslot("doctor", "--json")
+    assert examined.returncode == 1
+    whys = [finding["why"] for finding in json.loads(examined.stdout)["findings"]]
+    assert "RuntimeError: Failed to load the backend extension: torch_acme" in whys

@@ -108,7 +108,10 @@ def current_device(kinds: Iterable[DeviceKind]) -> Device:
 
     if importlib.util.find_spec("torch") is None:
         return Device("cpu", name="torch is not installed")
-    import torch
+    try:
+        import torch
+    except (ImportError, OSError, RuntimeError) as error:  # of torch, or of a vendor's library that torch loads itself
+        raise OpslotError(f"torch cannot be imported: {error} (see `opslot doctor`)") from error
 
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None:
