@@ -327,6 +327,16 @@ def test_an_entry_point_that_drags_a_library_in_is_named_with_its_time(site):
     assert record["imported"] == ["vendorlib"]
 
 
+def test_discovery_loads_no_library_that_only_judging_or_yaml_needs(site):
+    site.add("acme", site.offering("", "kernel('rms_norm', 'a'),").replace("target=", "requires=NEEDS, target=", 1))
+    module = site.path / "acme.py"
+    module.write_text(
+        module.read_text().replace("def reference", "NEEDS = Requires(packages=('v>=1,<2',))\ndef reference")
+    )
+    code = "import opslot, sys; print(opslot.registry().failures(), {'packaging', 'yaml', 'torch'} & set(sys.modules))"
+    assert site.python("-c", code).strip() == "set()"
+
+
 def test_discovery_writes_nothing(three):
     code = """
 import os, sys
