@@ -71,9 +71,10 @@ def generate(folder: Path) -> None:
 
 
 def run(folder: Path, code: str) -> str:
-    environment = {key: value for key, value in os.environ.items() if not key.startswith("OPSLOT_")}
+    environment = {key: value for key, value in os.environ.items() if not key.startswith(("OPSLOT_", "PYTHON"))}
+    # What is installed is compiled, whatever this shell forbids Python to write.
+    environment |= {"PYTHONPATH": str(folder), "PYTHONPYCACHEPREFIX": str(folder / "compiled")}
     command = [sys.executable, "-c", code]
-    environment["PYTHONPATH"] = str(folder)
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
 
 

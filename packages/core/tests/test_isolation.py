@@ -197,13 +197,15 @@ def test_strict_is_satisfied_by_what_is_denied_and_names_itself_when_it_does_not
 def test_a_name_that_two_distributions_offer_whatever_the_order_of_their_metadata(site, order):
     for name in ("acme", "zeta"):
         site.add(name, site.offering("", "kernel('rms_norm', 'shared'),"))
+        site.add(f"{name}-twin", site.offering("contract('twin'),"))
     code = f"""
 import importlib.metadata as metadata, opslot
 from opslot._discovery import discover
 order = {order!r}
-found = sorted((d for d in metadata.distributions() if d.name in order), key=lambda d: order.index(d.name))
-known = discover(found)
-assert [r.error for r in known.records] == [None] * 3, known.records
+place = lambda d: order.index(d.name.removesuffix("-twin"))
+known = discover(sorted((d for d in metadata.distributions() if d.name.removesuffix("-twin") in order), key=place))
+assert [r.distribution for r in known.records if r.error] == ["zeta-twin"], known.records
+assert len(known.records) == 5
 try:
     known.offer("rms_norm", "standard", "shared")
 except opslot.DuplicateError as error:
@@ -223,6 +225,13 @@ def test_two_folders_of_metadata_are_one_backend_the_newest_whole_one_and_it_is_
     for version in ("1.0", "1.10", "1.9"):
         site.add("acme", site.offering("contract('acme'),"), version=version)
     site.add("acme", site.offering("contract('acme'),"), version="2.0").joinpath("METADATA").unlink()
+    code = """
+import importlib.metadata as metadata, itertools
+from opslot._distributions import offered
+acme = [d for d in metadata.distributions() if "acme-" in str(d._path)]
+print(len(acme), {o.version for order in itertools.permutations(acme) for o in offered(order)})
+"""
+    assert site.python("-c", code).strip() == "4 {'1.10'}"
     (record,) = records(site).values()
     assert (record["version"], record["error"]) == ("1.10", None)
     for stale in ("1.0", "1.9", "2.0"):
@@ -325,6 +334,16 @@ def test_an_entry_point_that_drags_a_library_in_is_named_with_its_time(site):
     assert "its import brought vendorlib in" in listing.replace("\n", " ")
     (record,) = [r for r in json.loads(site.python("-m", "opslot", "backends", "--json")) if r["name"] == "drag"]
     assert record["imported"] == ["vendorlib"]
+
+
+def test_discovery_loads_no_library_that_only_judging_or_yaml_needs(site):
+    site.add("acme", site.offering("", "kernel('rms_norm', 'a'),").replace("target=", "requires=NEEDS, target=", 1))
+    module = site.path / "acme.py"
+    module.write_text(
+        module.read_text().replace("def reference", "NEEDS = Requires(packages=('v>=1,<2',))\ndef reference")
+    )
+    code = "import opslot, sys; print(opslot.registry().failures(), {'packaging', 'yaml', 'torch'} & set(sys.modules))"
+    assert site.python("-c", code).strip() == "set()"
 
 
 def test_discovery_writes_nothing(three):

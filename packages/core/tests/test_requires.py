@@ -57,3 +57,21 @@ def test_requirements_that_cannot_be_right(field):
 def test_a_requirement_that_does_not_parse_names_itself():
     with pytest.raises(SpecError, match="'torch >>= 2' is not a PEP 508 requirement"):
         Requires(packages=("torch >>= 2",))
+
+
+def test_what_is_taken_for_right_without_packaging_is_right_for_packaging():
+    """Over everything of up to eight characters that the two could see differently, and some more."""
+    import itertools
+
+    from opslot._requires import _PLAIN
+    from packaging.requirements import Requirement
+
+    pieces = ("a", "-", ".", "_", "1", ">=", "==", "!=", "<", ",", ".0", " ", ";")
+    plain = [text for n in range(1, 6) for text in map("".join, itertools.product(pieces, repeat=n))]
+    plain = [text for text in plain if _PLAIN.fullmatch(text)]
+    assert len(plain) > 1000
+    for text in (*plain, "liger-kernel>=0.8.5,<0.9", "torch"):
+        assert _PLAIN.fullmatch(text)
+        Requirement(text)  # raises for one that is not right
+    for text in ("a>=1;python_version>'3'", "a[b]", "a~=1", "a @ file:///b", "a>=1.*", "a >=1"):
+        assert not _PLAIN.fullmatch(text)
