@@ -160,14 +160,8 @@ def test_what_was_missed_and_why(known, model, scale_class):
     assert len(proof.misses(backward=False)) == 1
     with binding.proof() as proof:
         model(torch.ones(4))
-    assert (
-        reasons(proof)
-        == [
-            "no gradient came back through its result: backward was not called, "
-            "or nothing differentiated uses the result"
-        ]
-        * 3
-    )
+    assert len(proof.misses()) == 3
+    assert all("no gradient came back through its result: backward was not called" in r for r in reasons(proof))
     with binding.proof() as proof:
         pass
     assert all("no kernel of this binding ran" in reason for reason in reasons(proof))

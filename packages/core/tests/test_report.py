@@ -61,6 +61,8 @@ def test_every_bind_is_one_log_record_that_carries_its_binding(known, model):
     class Observer(logging.Handler):
         def emit(self, record):
             seen.append(record)
+            if len(seen) > 1:
+                raise RuntimeError("the observer")
 
     logger, observer = logging.getLogger("opslot"), Observer()
     logger.addHandler(observer)
@@ -68,10 +70,13 @@ def test_every_bind_is_one_log_record_that_carries_its_binding(known, model):
     logger.setLevel(logging.INFO)
     try:
         binding = bind(model, "auto", device="cpu", registry=known)
+        with pytest.raises(RuntimeError, match="the observer"):
+            bind(model, {"scale": "slow"}, device="cpu", registry=known)
     finally:
         logger.removeHandler(observer)
         logger.setLevel(level)
-    (record,) = seen
+    assert model[0].scale_op.offer.spec.name == "slow"
+    record, _ = seen
     assert record.opslot_binding is binding
     assert record.getMessage() == str(binding)
 

@@ -50,8 +50,24 @@ def test_unpickling_where_the_kernel_is_absent_says_so(known, scale_class, monke
         opslot.Backend(api=1, contracts=(known.contract("scale"),), device_kinds=tuple(known._kinds.values())), "x"
     )
     monkeypatch.setattr("opslot._discovery._registry", empty)
-    with pytest.raises(opslot.UnknownKernel, match="acme:fast"):
+    with pytest.raises(opslot.UnknownKernel, match=r"pickled with kernel acme:fast 2\.0.*Install what it needs"):
         pickle.loads(data)
+
+
+def test_unpickling_another_version_of_the_kernel_is_not_silent(known, scale_class, monkeypatch, recwarn):
+    model = scale_class()
+    opslot.bind(model, {"scale": "fast"}, device="cpu", registry=known)
+    data = pickle.dumps(model.scale_op)
+    pickle.loads(data)
+    assert not recwarn.list
+    newer = opslot.Registry()
+    newer.add(
+        opslot.Backend(api=1, contracts=known.contracts(), device_kinds=tuple(known._kinds.values())), "opslot", "1.0"
+    )
+    newer.add(opslot.Backend(api=1, kernels=(known.offer("scale", "standard", "fast").spec,)), "acme", "2.1")
+    monkeypatch.setattr("opslot._discovery._registry", newer)
+    with pytest.warns(UserWarning, match=r"pickled with kernel acme:fast 2\.0 and runs 2\.1 here"):
+        assert pickle.loads(data).offer.version == "2.1"
 
 
 def test_a_process_local_kernel_is_not_pickled_but_copied(known, make_kernel, scale_class):

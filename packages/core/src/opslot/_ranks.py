@@ -29,9 +29,7 @@ def assert_same(binding: "Binding", timeout: float) -> None:
     assert dist.group.WORLD is not None
     rank, world = dist.get_rank(), dist.get_world_size()
     try:
-        # Its own connection: the group's threads go on using theirs while this one waits.
-        own: Any = dist.group.WORLD.get_group_store()
-        store = dist.PrefixStore("opslot", own.clone())  # type: ignore[attr-defined]
+        store = dist.PrefixStore("opslot", dist.group.WORLD.get_group_store())  # type: ignore[attr-defined]
         verdict, details = _meet(store, rank, world, binding, timedelta(seconds=timeout))
     except dist.DistError as error:
         raise BindError(

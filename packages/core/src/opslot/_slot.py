@@ -5,7 +5,7 @@ import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from ._errors import BindError, KernelUnavailable
+from ._errors import BindError, KernelUnavailable, OpslotError
 from ._kernel import EAGER
 from ._registry import PROCESS_LOCAL, Offer
 
@@ -132,13 +132,31 @@ class OpSlot:
                 f"{self!r} holds a process-local kernel, which no other process can find: unbind() before pickling, "
                 "or publish the kernel as a backend"
             )
-        selector = self.offer.selector if self.offer else EAGER
-        return _restore, (self.op, self.variant, self.activation, self.check, self._declared_in, selector)
+        selector, version = (self.offer.selector, self.offer.version) if self.offer else (EAGER, "")
+        return _restore, (self.op, self.variant, self.activation, self.check, self._declared_in, selector, version)
 
 
-def _restore(op: str, variant: str, activation: Any, check: Any, declared_in: str, selector: str) -> OpSlot:
+def _restore(
+    op: str, variant: str, activation: Any, check: Any, declared_in: str, selector: str, version: str
+) -> OpSlot:
+    """A slot as it was pickled. Another version of its kernel runs with a warning, an absent kernel is an error."""
     slot = OpSlot(op, variant, activation=activation, check=check)
-    slot.bind(selector)
+    try:
+        slot.bind(selector)
+    except OpslotError as error:
+        raise type(error)(
+            f"a slot {op}/{variant} was pickled with kernel {selector} {version}, which cannot be bound here: {error}. "
+            "Install what it needs, or save the state dict, or the model after Binding.unbind(), and bind where it is "
+            "loaded"
+        ) from error
+    if slot.offer is not None and slot.offer.version != version:
+        import warnings
+
+        warnings.warn(
+            f"a slot {op}/{variant} was pickled with kernel {selector} {version} and runs {slot.offer.version} here; "
+            "install that version for the same results, or call opslot.bind again to choose anew",
+            stacklevel=2,
+        )
     slot._declared_in = declared_in
     return slot
 

@@ -35,17 +35,14 @@ def run(options: argparse.Namespace) -> int:
 def compare(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
     """The differences as data. Why a slot has its kernel is shown beside a difference and is not one itself."""
     old, new = _slots(before), _slots(after)
-    groups: dict[tuple[str, Row | None, Row | None], list[str]] = {}
+    groups: dict[tuple[Row | None, Row | None], list[str]] = {}
     for key in dict.fromkeys([*old, *new]):
         a, b = old.get(key), new.get(key)
         if a is None or b is None or a.choice != b.choice:
-            one = a or b
-            assert one is not None
-            group = f"{one.op}/{one.variant}", _without_module(a), _without_module(b)
-            groups.setdefault(group, []).append(one.module)
+            groups.setdefault((_without_module(a), _without_module(b)), []).append(key[0])
     slots = [
-        {"op": op, "modules": collapse(modules), "slots": len(modules), "a": _side(a), "b": _side(b)}
-        for (op, a, b), modules in groups.items()
+        {"modules": collapse(modules), "slots": len(modules), "a": _side(a), "b": _side(b)}
+        for (a, b), modules in groups.items()
     ]
     environments = before["environment"], after["environment"]
     names = dict.fromkeys(name for environment in environments for name in environment)
@@ -98,15 +95,15 @@ def _text(found: dict[str, Any], a: str, b: str) -> str:
         return "same choice, same environment"
     lines = [f"a: {a}", f"b: {b}"]
     for change in found["slots"]:
-        lines.append(f"{change['op']}, {change['slots']} x  {', '.join(change['modules'])}")
-        sides = [Row("", "", **change[side]) if change[side] else None for side in "ab"]
-        one, other = sides
-        for name, row in zip("ab", sides, strict=True):
-            text = "no such slot" if row is None else f"{kernel_text(row)}  [{row.reason}]"
-            # Two kernels that look alike differ in what their reports do not show.
-            if row is not None and one is not None and other is not None and kernel_text(one) == kernel_text(other):
-                text += f"  {row.op}/{row.variant}, source {row.source}"
-            lines.append(f"  {name}: {text}")
+        lines.append(f"{', '.join(change['modules'])}, {change['slots']} x")
+        rows = {side: Row("", "", **change[side]) for side in "ab" if change[side]}
+        alike = len({(row.op, row.variant, kernel_text(row)) for row in rows.values()}) == 1 < len(rows)
+        for side in "ab":
+            text = "no such slot"
+            if row := rows.get(side):
+                source = f" of source {row.source}" if alike else ""
+                text = f"{row.op}/{row.variant}: {kernel_text(row)}{source}  [{row.reason}]"
+            lines.append(f"  {side}: {text}")
     for change in found["environment"]:
         lines.append(f"environment, {change['name']}")
         lines += [f"  {side}: {change[side] or 'not there'}" for side in "ab"]
