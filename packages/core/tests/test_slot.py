@@ -127,3 +127,33 @@ def test_guard_forward_reaches_the_kernel_around_a_swapped_body(known):
     opslot.bind(module, {"scale": "fast"}, device="cpu", registry=known)
     assert module(torch.ones(1)) == 10
     assert module(x=torch.ones(1)) == 10
+
+
+@pytest.mark.parametrize("attribute", ["w", "packed", "wrapped"])
+def test_guard_forward_passes_no_weight_that_a_kernel_would_misread(known, attribute):
+    class Wrapped(torch.Tensor):
+        pass
+
+    @guard_forward("scale_op", attribute)
+    class Scale(torch.nn.Module):
+        scale_op = OpSlot("scale", "standard")
+
+        def __init__(self):
+            super().__init__()
+            self.w = torch.nn.Parameter(torch.full((1,), 5.0))
+            self.packed = torch.nn.Parameter(torch.ones(1, dtype=torch.uint8), requires_grad=False)
+            self.wrapped = torch.nn.Parameter(torch.ones(1).as_subclass(Wrapped))
+
+        def forward(self, x):
+            return x - 1
+
+    module = Scale()
+    opslot.bind(module, {"scale": "fast"}, device="cpu", registry=known)
+    if attribute == "w":
+        torch.nn.utils.parametrize.register_parametrization(module, "w", torch.nn.Tanh())
+        assert module(torch.ones(1)) == 2 * torch.tanh(torch.tensor(5.0))
+        return
+    with pytest.raises(BindError, match=rf"Scale\.scale_op would read {attribute}, which is of.*Choose scale: eager"):
+        module(torch.ones(1))
+    opslot.bind(module, "eager", device="cpu", registry=known)
+    assert module(torch.ones(1)) == 0

@@ -96,60 +96,6 @@ def test_a_users_subclass_keeps_its_class_and_is_named(config):
     assert "cross_entropy_loss" not in {row.op for row in adoption.binding.rows}
 
 
-@every_family
-def test_a_loss_function_of_the_users_is_not_bypassed(config, batch):
-    model = stock(config(**router_off(config())))
-    model.loss_function = lambda logits, labels, vocab_size, **kwargs: logits.sum()
-    with pytest.raises(BindError, match=r"its loss_function is .* which a fused loss would bypass"):
-        adopt(model, {"cross_entropy_loss": "chunk_loss"}, device="cpu")
-    binding = adopt(model, "auto", device="cpu").binding
-    (row,) = [row for row in binding.rows if row.op == "cross_entropy_loss"]
-    assert row.kernel == "eager"
-    assert "loss_function" in row.reason
-    out = model(**batch)
-    assert torch.equal(out.loss, out.logits.sum())
-
-
-def router_off(config):
-    """So that the loss is what the loss function gives and nothing is added."""
-    return {"output_router_logits": False} if hasattr(config, "output_router_logits") else {}
-
-
-@every_family
-def test_a_loss_function_that_is_set_after_bind_runs_and_is_noticed(config, batch):
-    model = stock(config(**router_off(config())))
-    binding = adopt(model, {"cross_entropy_loss": "chunk_loss"}, device="cpu").binding
-    model.loss_function = lambda logits, labels, vocab_size, **kwargs: logits.sum()
-    out = model(**batch)
-    assert torch.equal(out.loss, out.logits.sum())
-    assert "its loss_function is" in binding.verify()[0]
-
-
-def wrap_head(model):
-    from peft import LoraConfig, get_peft_model
-
-    get_peft_model(model, LoraConfig(target_modules=["lm_head"]))
-
-
-@pytest.mark.parametrize(
-    ("change", "problem"),
-    [
-        (lambda model: model.lm_head.register_forward_hook(lambda *args: None), "its head has hooks"),
-        (lambda model: setattr(model.lm_head, "bias", torch.nn.Parameter(torch.zeros(96))), "its head has a bias"),
-        (wrap_head, "its head is not a plain nn.Linear"),
-    ],
-)
-def test_a_head_that_does_more_than_its_weight_says_gets_no_fused_loss(config, batch, change, problem):
-    model = stock(config())
-    change(model)
-    with pytest.raises(BindError, match=problem):
-        adopt(model, {"cross_entropy_loss": "chunk_loss"}, device="cpu")
-    (row,) = [row for row in adopt(model, "auto", device="cpu").binding.rows if row.op == "cross_entropy_loss"]
-    assert row.kernel == "eager"
-    assert problem in row.reason
-    assert model(**batch).logits is not None
-
-
 class OtherNorm(torch.nn.Module):
     def __init__(self, size, eps=1e-6):
         super().__init__()
@@ -231,16 +177,6 @@ def test_peft(config, batch, adopt_first):
     for (name, a), b in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
         if a.grad is not None:
             torch.testing.assert_close(b.grad, a.grad, rtol=1e-3, atol=1e-6, msg=name)
-
-
-def test_an_adapter_on_the_head_after_bind_is_refused_at_the_call(config, batch):
-    from peft import LoraConfig, get_peft_model
-
-    model = stock(config())
-    adopt(model, {"cross_entropy_loss": "chunk_loss"}, device="cpu")
-    wrapped = get_peft_model(model, LoraConfig(target_modules=["lm_head"]))
-    with pytest.raises(BindError, match=r"which is not a plain nn\.Linear"):
-        wrapped(**batch)
 
 
 class Rows(torch.utils.data.Dataset):

@@ -11,7 +11,7 @@ SPEC = ModelSpec(
         *dense_decoder("Qwen3Moe"),
         ForwardGuard(
             target="Qwen3MoeExperts",
-            slot=Slot("moe_experts", "standard", activation="act_fn"),
+            slot=Slot("moe_experts", "standard", activation="act_fn", check="opslot_models.adoption:experts_obstacle"),
             attributes=("gate_up_proj", "down_proj"),
         ),
         CallGuard(

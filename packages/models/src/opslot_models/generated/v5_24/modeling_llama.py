@@ -53,7 +53,7 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 from transformers.models.llama.configuration_llama import LlamaConfig
 from opslot import OpSlot  # opslot
-from opslot_models.adoption import adopt_backbone, loss_obstacle, own_loss  # opslot
+from opslot_models.adoption import adopt_backbone, loss_obstacle, no_hub_kernels, own_loss  # opslot
 
 
 logger = logging.get_logger(__name__)
@@ -341,6 +341,7 @@ class LlamaDecoderLayer(GradientCheckpointingLayer):
 @auto_docstring
 class LlamaPreTrainedModel(PreTrainedModel):
     is_custom_code = classmethod(lambda cls: False)  # opslot
+    set_use_kernels = no_hub_kernels  # opslot
     config: LlamaConfig
     base_model_prefix = "model"
     supports_gradient_checkpointing = True

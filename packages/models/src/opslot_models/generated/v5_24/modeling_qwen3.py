@@ -53,7 +53,7 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
 from opslot import OpSlot  # opslot
-from opslot_models.adoption import adopt_backbone, loss_obstacle, own_loss  # opslot
+from opslot_models.adoption import adopt_backbone, loss_obstacle, no_hub_kernels, own_loss  # opslot
 
 
 @use_kernel_forward_from_hub("RMSNorm")
@@ -343,6 +343,7 @@ class Qwen3DecoderLayer(GradientCheckpointingLayer):
 @auto_docstring
 class Qwen3PreTrainedModel(PreTrainedModel):
     is_custom_code = classmethod(lambda cls: False)  # opslot
+    set_use_kernels = no_hub_kernels  # opslot
     config: Qwen3Config
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
