@@ -332,15 +332,28 @@ def test_facts_come_from_the_folders_that_are_installed(tmp_path, monkeypatch, k
     assert found.needs["fancy-lib"] == ("sub; python_version > '3'",)
     assert "pytorch-triton-rocm" in found.triton
     assert found.npu_error == "import torch_npu {'TORCH_DEVICE_BACKEND_AUTOLOAD': '0'}"
-    assert "import json, torch" in found.torch_error
+    assert found.torch_error == f"{doctor._TORCH} {{}}"
     assert [f.what for f in doctor.check_ranges(found)] == ["Acme_Opslot (norm/standard) needs fancy-lib>=2"]
+
+
+@pytest.mark.parametrize(
+    ("printed", "facts"),
+    [
+        ("", (None, "boom", "", "")),
+        ('vendor!\ntorch=["2.13.0", null, "13.0"]\na=b', (Torch("2.13.0", None, "13.0"), "", "", "boom")),
+    ],
+)
+def test_which_import_failed_is_told_by_what_was_printed_before(monkeypatch, printed, facts):
+    monkeypatch.setattr(doctor, "_ask", lambda code, **environment: (printed, "boom"))
+    found = doctor.look()
+    assert (found.torch, found.torch_error, found.device, found.device_error) == facts
 
 
 @pytest.mark.parametrize(
     ("code", "answer"),
     [
-        ("print('noise'); print('answer')", ("answer", "")),
-        ("raise RuntimeError('boom')", ("", "RuntimeError: boom")),
+        ("print('one'); print('two')", ("one\ntwo", "")),
+        ("print('one', flush=True); raise RuntimeError('boom')", ("one", "RuntimeError: boom")),
         ("import os; os.kill(os.getpid(), 9)", ("", "the process ended with -9")),
         ("import os; print(os.environ['ASKED'])", ("yes", "")),
     ],

@@ -29,11 +29,18 @@ def limited(kernel: Callable[..., Any], refusal: "Refusal") -> Callable[..., Any
             known[device, dtype] = refusal(device, dtype)
         return known[device, dtype]
 
+    def first_floating(values: Iterable[Any]) -> torch.Tensor | None:
+        for value in values:
+            for item in value if isinstance(value, (tuple, list)) else (value,):
+                if isinstance(item, torch.Tensor) and item.dtype.is_floating_point:
+                    return item
+        return None
+
     @functools.wraps(kernel)
     def checked(*args: Any, **kwargs: Any) -> Any:
-        tensor = _first_floating(args) if args else None
+        tensor = first_floating(args)
         if tensor is None:
-            tensor = _first_floating(kwargs.values())
+            tensor = first_floating(kwargs.values())
         if tensor is not None:
             refused = verdict(tensor.device, tensor.dtype)
             if refused:
@@ -55,13 +62,3 @@ def forward_only(kernel: Callable[..., Any], owner: str) -> Callable[..., Any]:
         return kernel(*args, **kwargs)
 
     return checked
-
-
-def _first_floating(values: Iterable[Any]) -> "torch.Tensor | None":
-    import torch
-
-    for value in values:
-        for item in value if isinstance(value, tuple | list) else (value,):
-            if isinstance(item, torch.Tensor) and item.dtype.is_floating_point:
-                return item
-    return None

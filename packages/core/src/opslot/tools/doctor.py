@@ -252,6 +252,14 @@ def _requirements(machine: Machine, distribution: str) -> Iterator[tuple[str, Re
         yield text.partition(";")[0].strip(), Requirement(text)
 
 
+_TORCH = """
+import json, torch
+print("torch=" + json.dumps([torch.__version__, torch.version.hip, torch.version.cuda]), flush=True)
+import opslot
+print(f"device={opslot.registry().current_device()}")
+"""
+
+
 def look() -> Machine:
     """The facts about this environment. Torch is asked in a process of its own: a broken one may end it."""
     known = registry()
@@ -261,15 +269,15 @@ def look() -> Machine:
     matter = {canonicalize_name(record.distribution) for record in known.records} | {"torch", "torch-npu"}
     matter |= {name for name in versions if name.startswith("opslot")}
     matter |= {demand.package for demand in _demands(known.records)}
-    answers, torch_error = _ask(
-        "import json, torch; print(json.dumps([torch.__version__, torch.version.hip, torch.version.cuda]))"
-    )
-    device, device_error = _ask("import opslot; print(opslot.registry().current_device())")
+    printed, error = _ask(_TORCH)
+    # Vendors print what they like while they are imported.
+    answers = dict(line.split("=", 1) for line in printed.splitlines() if line.startswith(("torch=", "device=")))
+    torch = Torch(*json.loads(answers["torch"])) if "torch" in answers else None
     return Machine(
-        device=device,
-        device_error="" if torch_error else device_error,
-        torch=None if torch_error else Torch(*json.loads(answers)),
-        torch_error=torch_error,
+        device=answers.get("device", ""),
+        device_error=error if torch else "",
+        torch=torch,
+        torch_error="" if torch else error,
         npu_error=_ask("import torch_npu", TORCH_DEVICE_BACKEND_AUTOLOAD="0")[1] if "torch-npu" in versions else "",
         triton=tuple(sorted(set(map(canonicalize_name, metadata.packages_distributions().get("triton", ()))))),
         versions=versions,
@@ -279,7 +287,7 @@ def look() -> Machine:
 
 
 def _ask(code: str, **environment: str) -> tuple[str, str]:
-    """The last line that the code prints in a fresh interpreter, and the last line of its error when it fails."""
+    """What the code prints in a fresh interpreter, and the last line of its error when it fails."""
     try:
         done = subprocess.run(
             [sys.executable, "-P", "-c", code],
@@ -290,8 +298,8 @@ def _ask(code: str, **environment: str) -> tuple[str, str]:
         )
     except subprocess.TimeoutExpired as error:
         return "", f"no answer in {error.timeout:.0f} seconds"
-    last = (done.stdout if done.returncode == 0 else done.stderr).strip().rpartition("\n")[2]
-    return (last, "") if done.returncode == 0 else ("", last or f"the process ended with {done.returncode}")
+    last = done.stderr.strip().rpartition("\n")[2] or f"the process ended with {done.returncode}"
+    return done.stdout.strip(), last if done.returncode else ""
 
 
 def _needs(distribution: str) -> tuple[str, ...]:
