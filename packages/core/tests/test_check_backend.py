@@ -47,7 +47,9 @@ def acme(site):
         site.add("acme", head + site.offering(contracts, kernels), metadata=metadata)
         (site.path / "acme_kernels.py").write_text(module)
         with site.path.joinpath("acme-1.0.dist-info/RECORD").open("a") as record:
-            record.write("acme_kernels.py,,\nacme/py.typed,,\n")
+            record.write("acme_kernels.py,,\nacme_types/py.typed,,\n")
+        (site.path / "acme_types").mkdir()
+        (site.path / "acme_types/py.typed").touch()
         return site
 
     return add
@@ -188,7 +190,9 @@ def test_the_licence(acme, metadata, licence, file):
 def test_no_py_typed_is_a_hint_and_an_init_file_in_the_namespace_is_a_problem(acme):
     site = acme("")
     record = site.path / "acme-1.0.dist-info/RECORD"
-    record.write_text(record.read_text().replace("acme/py.typed", "opslot_backends/__init__.py"))
+    record.write_text(record.read_text().replace("acme_types/py.typed", "opslot_backends/__init__.py"))
+    (site.path / "opslot_backends").mkdir()
+    (site.path / "opslot_backends/__init__.py").touch()
     found = check(site, code=1)
     assert found["types"][0][0] == "hint"
     assert found["namespace"][0][0] == "problem"
