@@ -56,7 +56,8 @@ class Experts(torch.nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.gate_up_proj = self.down_proj = None
+        # Past nn.Module's own __setattr__, so that they are plain attributes.
+        vars(self).update({name: torch.nn.Parameter(torch.zeros(1)) for name in ("gate_up_proj", "down_proj")})
 
     def forward(self, x: object, index: object, weights: object) -> None:
         return no_experts(x, index, weights, self.gate_up_proj, self.down_proj)

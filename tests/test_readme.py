@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 from opslot import OpsConfig, registry
+from opslot._catalog import distribution_of, op_of_field
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -27,7 +28,8 @@ def test_the_example_runs_and_is_short():
 
 def test_the_yaml_is_a_configuration():
     (text,) = blocks("yaml")
-    assert OpsConfig.parse(yaml.safe_load(text)).select(registry())[("moe_experts", "standard")][0] == "torch"
+    chosen = {rule.key: rule.kernel for rule in OpsConfig.parse(yaml.safe_load(text)).rules(registry())}
+    assert chosen[("moe_experts", "standard")] == "torch"
 
 
 def test_the_two_commands_are_what_ci_runs():
@@ -53,6 +55,24 @@ def test_every_command_in_the_text_parses(command):
         parser.parse_args(arguments)
     else:
         assert {a for a in arguments if a.startswith("--")} <= set(parser._option_string_actions)
+
+
+def test_the_table_of_veomnis_fields_is_what_opslot_knows():
+    text = (ROOT / "docs/from-veomni.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (`\w+_implementation`.*?) \| (.*?) \| (.*?) \|$", text, re.MULTILINE)
+    fields = [field for names, _, _ in rows for field in re.findall(r"`(\w+)`", names)]
+    assert len(fields) == 14
+    owners = {field: contract.op for contract in registry().contracts() for field in contract.config_fields()}
+    for names, _, values in rows:
+        for field in re.findall(r"`(\w+)`", names):
+            if field == "attn_implementation":
+                continue
+            op = owners.get(field) or op_of_field(field)
+            said = re.findall(r"((?:`\w+`(?:, )?)+): (?:opslot-backend)?(-[a-z-]+)", values)
+            assert said, field
+            for kernels, distribution in said:
+                for kernel in re.findall(r"`(\w+)`", kernels):
+                    assert distribution_of(op, kernel.removeprefix("fused_")) == f"opslot-backend{distribution}"
 
 
 def test_own_model_is_short_and_runs():

@@ -37,10 +37,12 @@ def test_the_report_says_what_runs_where_and_why(known, model):
     binding = bind(model, {"scaling": "fused_fast"}, device=Device("cpu", "x86_64"), registry=known)
     assert str(binding).splitlines() == [
         f"opslot: 2 slots on cpu (x86_64), choice {binding.fingerprint}",
-        "  scale/standard     2 x  fast acme 2.0  [asked for: scaling in code]",
-        "                          *",
+        "  scale/standard",
+        "    fast acme 2.0, 2 x  [asked for: scaling in code]",
+        "      {0-1}",
     ]
     row = binding.to_dict()["slots"][0]
+    assert row.pop("source").startswith("code:")
     assert row == {
         "module": "0",
         "slot": "scale_op",
@@ -49,16 +51,17 @@ def test_the_report_says_what_runs_where_and_why(known, model):
         "kernel": "fast",
         "distribution": "acme",
         "version": "2.0",
-        "identity": "acme:fast==2.0",
+        "nested": "",
         "reason": "asked for: scaling in code",
     }
 
 
-def test_a_choice_without_a_slot_in_the_model_is_reported(known, make_contract, model):
-    known.add(Backend(api=1, contracts=(make_contract("spare"),)), "more")
-    binding = bind(model, {"spare": "eager", "scale": "fast"}, device="cpu", registry=known)
-    assert binding.unused == ("spare",)
-    assert "unused: spare was chosen" in str(binding)
+def test_a_choice_without_a_slot_in_the_model_is_reported(known, make_contract, make_kernel, model):
+    spare = make_kernel("fast", op="spare")
+    known.add(Backend(api=1, contracts=(make_contract("spare"),), kernels=(spare,)), "more")
+    binding = bind(model, {"spare": "fast", "scale": "fast"}, device="cpu", registry=known)
+    assert binding.unused == ("spare: fast in code",)
+    assert "unused: spare: fast in code, this model has no such slot" in str(binding)
 
 
 def test_rebinding_replaces_and_unbind_takes_out_in_any_order(known, model):
@@ -106,7 +109,9 @@ def test_an_error_leaves_the_model_as_it_was(known, make_kernel, model, ops, err
 def test_a_bind_that_fails_at_the_last_slot_changes_nothing(known, scale_class):
     model = torch.nn.Sequential(*(scale_class() for _ in range(5)), scale_class(torch.nn.SiLU()))
     reference = bind(model, "eager", device="cpu", registry=known)
-    with pytest.raises(BindError, match=r"5 cannot use kernel 'fast' for scale/standard: its activation SiLU"):
+    with pytest.raises(
+        BindError, match=r"5 cannot use kernel 'fast' for scale/standard, chosen by scale in code: its activation SiLU"
+    ):
         bind(model, {"scale": "fast"}, device="cpu", registry=known)
     assert bind(model, "eager", device="cpu", registry=known).fingerprint == reference.fingerprint
     assert kernels(model) == [None] * 6
@@ -199,7 +204,7 @@ def test_the_fingerprint_is_of_the_choice(known, make_kernel, model):
     known.register(make_kernel("mine"))
     mine = bind(model, {"scale": "mine"}, device="cpu", registry=known)
     assert mine.rows[0].distribution == "process-local"
-    assert mine.rows[0].identity.startswith("process-local:mine==")
+    assert mine.rows[0].source.startswith("code:")
     known.register(make_kernel("mine", target=lambda x, weight, factor=2.0: x), replace=True)
     assert bind(model, {"scale": "mine"}, device="cpu", registry=known).fingerprint != mine.fingerprint
 
@@ -250,7 +255,7 @@ def test_an_activation_that_can_train_or_works_in_place(known, scale_class):
     [
         (lambda module: setattr(module, "act", torch.nn.GELU()), "its activation GELU"),
         (lambda module: setattr(module, "forward", lambda x: x), "its forward was replaced"),
-        (lambda module: module.to(torch.float16), "takes bfloat16 parameters, not float16"),
+        (lambda module: module.to(torch.float16), "takes bfloat16, not float16"),
     ],
 )
 def test_what_changes_around_a_kernel_after_bind_is_noticed(known, scale_class, change, problem):

@@ -1,6 +1,9 @@
+import textwrap
+
 import opslot
 import pytest
-from opslot import ConfigError, OpsConfig
+import yaml
+from opslot import ConfigError, OpsConfig, OpslotError
 
 
 def read(tmp_path, text):
@@ -10,13 +13,13 @@ def read(tmp_path, text):
 
 
 def selected(config, known):
-    return {key: name for key, (name, _) in config.select(known).items()}
+    return {rule.key: rule.kernel for rule in config.rules(known)}
 
 
 def test_none_and_the_two_words(known):
-    assert OpsConfig.parse(None) == OpsConfig(default="auto")
+    assert OpsConfig.parse(None) == OpsConfig()
     assert OpsConfig.parse("eager").default == "eager"
-    assert OpsConfig.parse("auto").select(known) == {}
+    assert OpsConfig.parse("auto").rules(known) == ()
 
 
 @pytest.mark.parametrize("field", ["scale", "scale_implementation", "scaling", "rescale", "rescale_implementation"])
@@ -43,7 +46,8 @@ def test_a_field_chooses_for_every_variant_or_for_each(known):
 )
 def test_a_yaml_file(tmp_path, text):
     config = read(tmp_path, text)
-    assert config == OpsConfig({"scale": "fast"}, "eager", "sdpa", str(tmp_path / "ops.yaml"))
+    origin = str(tmp_path / "ops.yaml")
+    assert config == OpsConfig(choices={"scale": "fast"}, default="eager", attn_implementation="sdpa", origin=origin)
 
 
 @pytest.mark.parametrize(
@@ -83,25 +87,25 @@ def test_a_file_that_is_not_there():
 
 
 def test_what_is_no_configuration():
-    with pytest.raises(ConfigError, match="pass 'auto', 'eager', a mapping or the path of a YAML file"):
+    with pytest.raises(ConfigError, match="pass 'auto', 'eager', a mapping or the path of a YAML, TOML"):
         OpsConfig.parse("fast")
 
 
 def test_an_unknown_field_lists_the_valid_ones_and_the_nearest(known):
     with pytest.raises(ConfigError, match=r"code: unknown field 'scalee' \(did you mean 'scale'\?\); known: scale"):
-        OpsConfig.parse({"scalee": "fast"}).select(known)
+        OpsConfig.parse({"scalee": "fast"}).rules(known)
 
 
 def test_two_fields_of_one_op_are_refused(known):
     with pytest.raises(ConfigError, match="'scale' and 'scaling' both choose scale/standard"):
-        OpsConfig.parse({"scale": "fast", "scaling": "slow"}).select(known)
+        OpsConfig.parse({"scale": "fast", "scaling": "slow"}).rules(known)
 
 
 def test_a_typo_is_noticed_whatever_the_model_has(known):
     with pytest.raises(opslot.UnknownKernel, match=r"code: scale: no kernel 'fasst'.*did you mean 'fast'"):
-        OpsConfig.parse({"scale": "fasst"}).select(known)
+        OpsConfig.parse({"scale": "fasst"}).rules(known)
     with pytest.raises(opslot.UnknownKernel):
-        OpsConfig.parse({"scale": {"other": "fast"}}).select(known)
+        OpsConfig.parse({"scale": {"other": "fast"}}).rules(known)
 
 
 def test_a_file_that_is_not_utf8(tmp_path):
@@ -116,9 +120,9 @@ def test_a_choice_that_stands_outside_the_level_that_counts_is_not_dropped(known
         {"model": {"ops_implementation": {}, "scael_implementation": "fast"}},
     ):
         with pytest.raises(ConfigError, match="stands outside `ops_implementation:` and would have no effect"):
-            OpsConfig.parse(tree).select(known)
+            OpsConfig.parse(tree).rules(known)
     other = {"model": {"ops_implementation": {"scale": "fast"}, "config_path": "x"}, "data": {"path": "y"}}
-    assert OpsConfig.parse(other).select(known)
+    assert OpsConfig.parse(other).rules(known)
 
 
 def test_a_variant_may_be_named_through_an_alias_of_the_op(known):
@@ -127,4 +131,133 @@ def test_a_variant_may_be_named_through_an_alias_of_the_op(known):
 
 def test_a_config_made_by_hand_is_checked_too(known):
     with pytest.raises(ConfigError, match="scale must be the name of a kernel, got None"):
-        OpsConfig(choices={"scale": None}).select(known)
+        OpsConfig(choices={"scale": None}).rules(known)
+
+
+TEXTS = {
+    "yaml": """
+default: eager
+strict: true
+scale: {standard: fast}
+modules:
+  "layers.*.norm": {scale: eager}
+  layers.0.**: {scale/standard: slow}
+""",
+    "toml": """
+default = "eager"
+strict = true
+scale = {standard = "fast"}
+[modules]
+"layers.*.norm" = {scale = "eager"}
+"layers.0.**" = {"scale/standard" = "slow"}
+""",
+    "json": """
+{"default": "eager", "strict": true, "scale": {"standard": "fast"},
+ "modules": {"layers.*.norm": {"scale": "eager"}, "layers.0.**": {"scale/standard": "slow"}}}
+""",
+}
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("suffix", TEXTS)
+def test_yaml_toml_and_json_say_the_same(tmp_path, suffix, nested):
+    path = tmp_path / f"ops.{suffix}"
+    text = TEXTS[suffix]
+    if nested and suffix == "yaml":
+        text = "model:\n  ops_implementation:\n" + textwrap.indent(text, "    ")
+    elif nested and suffix == "json":
+        text = '{"model": {"ops_implementation": ' + text + "}}"
+    elif nested:
+        text = "[model.ops_implementation]\n" + text.replace("[modules]", "[model.ops_implementation.modules]")
+    path.write_text(text, encoding="utf-8")
+    config = OpsConfig.parse(path)
+    assert config.to_dict() == yaml.safe_load(TEXTS["yaml"])
+    assert OpsConfig.parse(config.to_dict()).to_dict() == config.to_dict()
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "problem"),
+    [
+        ("ops.json", '{"scale": "fast",\n "scale": "slow"}', "'scale' is given twice"),
+        ("ops.json", '{"scale":\n "fast",}', r"ops\.json, line 2: not valid JSON"),
+        ("ops.json", "[]", "expected a mapping of fields to kernel names, got list"),
+        ("ops.toml", 'scale = "fast"\nscale = "slow"\n', r"ops\.toml: not valid TOML: .*line 2"),
+        ("ops.toml", "scale = 1\n", "must be the name of a kernel, got 1"),
+    ],
+)
+def test_a_toml_or_json_file_that_cannot_be_right(tmp_path, name, text, problem):
+    (tmp_path / name).write_text(text, encoding="utf-8")
+    with pytest.raises(ConfigError, match=problem):
+        OpsConfig.parse(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    ("tree", "problem"),
+    [
+        ({"modules": "fast"}, "modules must map globs to choices, got 'fast'"),
+        ({"modules": {"a": "fast"}}, "got 'a': 'fast'"),
+        ({"modules": {"a": {}}}, "got 'a': {}"),
+        ({"modules": {"a..b": {"scale": "fast"}}}, r"got 'a\.\.b'"),
+        ({"modules": {1: {"scale": "fast"}}}, "got 1: "),
+        ({"modules": {"a": {"default": "eager"}}}, "default cannot be chosen per module, got it for 'a'"),
+        ({"modules": {"a": {"attn_implementation": "sdpa"}}}, "attn_implementation cannot be chosen per module"),
+        ({"modules": {"a": {"scale": None}}}, "code: modules 'a': scale must be the name of a kernel, got None"),
+        ({"strict": "yes"}, "strict must be true or false, got 'yes'"),
+    ],
+)
+def test_overrides_that_cannot_be_right(tree, problem):
+    with pytest.raises(ConfigError, match=problem):
+        OpsConfig.parse(tree)
+
+
+def test_one_contract_as_a_field(known):
+    assert selected(OpsConfig.parse({"scale/other": "auto"}), known) == {("scale", "other"): "auto"}
+    with pytest.raises(ConfigError, match="'scale' and 'scale/other' both choose scale/other"):
+        OpsConfig.parse({"scale": "eager", "scale/other": "auto"}).rules(known)
+    with pytest.raises(ConfigError, match="scale/other names one variant already"):
+        OpsConfig.parse({"scale/other": {"other": "auto"}}).rules(known)
+
+
+def test_the_environment_wins_over_code_and_code_over_a_file(tmp_path, known, monkeypatch):
+    path = tmp_path / "ops.yaml"
+    path.write_text("scale: slow\ndefault: eager\nattn_implementation: sdpa\n")
+    code = OpsConfig.parse({"scale/standard": "fast"}).over(path)
+    monkeypatch.setenv("OPSLOT_OPS", " scale/other=eager, default=auto ,")
+    with pytest.raises(ConfigError, match=r"OPSLOT_OPS: '' is not of the form FIELD=KERNEL"):
+        OpsConfig.from_environment()
+    monkeypatch.setenv("OPSLOT_OPS", " scale/other=eager, default=auto ")
+    config = OpsConfig.from_environment().over(code)
+    assert (config.default, config.attn_implementation) == ("auto", "sdpa")
+    last = {rule.key: (rule.kernel, rule.origin) for rule in config.rules(known)}
+    assert last == {("scale", "standard"): ("fast", "code"), ("scale", "other"): ("eager", "OPSLOT_OPS")}
+    assert [r.origin for r in config.rules(known)] == [str(path)] * 2 + ["code", "OPSLOT_OPS"]
+
+
+@pytest.mark.parametrize("text", ["scale", "scale=", "=fast", "scale=fast,scale=slow", "scale:fast", "scale=fast;a"])
+def test_an_environment_that_does_not_parse_names_the_variable(known, monkeypatch, text):
+    monkeypatch.setenv("OPSLOT_OPS", text)
+    with pytest.raises(OpslotError, match="OPSLOT_OPS"):
+        OpsConfig.from_environment().rules(known)
+
+
+def test_without_the_variable_there_is_no_layer(monkeypatch):
+    monkeypatch.delenv("OPSLOT_OPS", raising=False)
+    assert OpsConfig.from_environment() is None
+    monkeypatch.setenv("OPSLOT_OPS", "  ")
+    assert OpsConfig.from_environment() is None
+
+
+def test_a_kernel_of_an_absent_distribution_is_no_typo():
+    """Nor is the field of an op that has no contract here: a configuration made for a larger installation parses."""
+    config = OpsConfig.parse({"moe_implementation": "fused_quack", "chunk_gated_delta_rule_implementation": "fla"})
+    keys = {rule.field: rule.key for rule in config.rules(opslot.registry())}
+    assert keys == {
+        "moe_implementation": ("moe_experts", "standard"),
+        "chunk_gated_delta_rule_implementation": None,
+    }
+    with pytest.raises(opslot.UnknownKernel, match="no kernel 'flaa' for chunk_gated_delta_rule, an op without"):
+        OpsConfig.parse({"chunk_gated_delta_rule": "flaa"}).rules(opslot.registry())
+    with pytest.raises(
+        opslot.UnknownKernel, match=r"opslot-backend-quack brings one: pip install opslot-backend-quack"
+    ):
+        opslot.registry().offer("moe_experts", "standard", "fused_quack")

@@ -50,8 +50,24 @@ def test_unpickling_where_the_kernel_is_absent_says_so(known, scale_class, monke
         opslot.Backend(api=1, contracts=(known.contract("scale"),), device_kinds=tuple(known._kinds.values())), "x"
     )
     monkeypatch.setattr("opslot._discovery._registry", empty)
-    with pytest.raises(opslot.UnknownKernel, match="acme:fast"):
+    with pytest.raises(opslot.UnknownKernel, match=r"pickled with kernel acme:fast 2\.0.*Install what it needs"):
         pickle.loads(data)
+
+
+def test_unpickling_another_version_of_the_kernel_is_not_silent(known, scale_class, monkeypatch, recwarn):
+    model = scale_class()
+    opslot.bind(model, {"scale": "fast"}, device="cpu", registry=known)
+    data = pickle.dumps(model.scale_op)
+    pickle.loads(data)
+    assert not recwarn.list
+    newer = opslot.Registry()
+    newer.add(
+        opslot.Backend(api=1, contracts=known.contracts(), device_kinds=tuple(known._kinds.values())), "opslot", "1.0"
+    )
+    newer.add(opslot.Backend(api=1, kernels=(known.offer("scale", "standard", "fast").spec,)), "acme", "2.1")
+    monkeypatch.setattr("opslot._discovery._registry", newer)
+    with pytest.warns(UserWarning, match=r"pickled with kernel acme:fast 2\.0 and runs 2\.1 here"):
+        assert pickle.loads(data).offer.version == "2.1"
 
 
 def test_a_process_local_kernel_is_not_pickled_but_copied(known, make_kernel, scale_class):
@@ -111,3 +127,33 @@ def test_guard_forward_reaches_the_kernel_around_a_swapped_body(known):
     opslot.bind(module, {"scale": "fast"}, device="cpu", registry=known)
     assert module(torch.ones(1)) == 10
     assert module(x=torch.ones(1)) == 10
+
+
+@pytest.mark.parametrize("attribute", ["w", "packed", "wrapped"])
+def test_guard_forward_passes_no_weight_that_a_kernel_would_misread(known, attribute):
+    class Wrapped(torch.Tensor):
+        pass
+
+    @guard_forward("scale_op", attribute)
+    class Scale(torch.nn.Module):
+        scale_op = OpSlot("scale", "standard")
+
+        def __init__(self):
+            super().__init__()
+            self.w = torch.nn.Parameter(torch.full((1,), 5.0))
+            self.packed = torch.nn.Parameter(torch.ones(1, dtype=torch.uint8), requires_grad=False)
+            self.wrapped = torch.nn.Parameter(torch.ones(1).as_subclass(Wrapped))
+
+        def forward(self, x):
+            return x - 1
+
+    module = Scale()
+    opslot.bind(module, {"scale": "fast"}, device="cpu", registry=known)
+    if attribute == "w":
+        torch.nn.utils.parametrize.register_parametrization(module, "w", torch.nn.Tanh())
+        assert module(torch.ones(1)) == 2 * torch.tanh(torch.tensor(5.0))
+        return
+    with pytest.raises(BindError, match=rf"Scale\.scale_op would read {attribute}, which is of.*Choose scale: eager"):
+        module(torch.ones(1))
+    opslot.bind(module, "eager", device="cpu", registry=known)
+    assert module(torch.ones(1)) == 0

@@ -4,17 +4,17 @@ import opslot
 import pytest
 import torch
 from opslot import BindError, OpslotError
-from opslot_models import build_foundation_model
+from opslot_models import build_foundation_model, families
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeForCausalLM, Qwen3MoeModel
+from transformers import AutoModelForCausalLM, GPT2Config, Qwen3MoeModel
 
 
 @pytest.fixture
 def checkpoint(config, tmp_path):
     """A checkpoint in the layout of the hub, one tensor per expert, as stock transformers writes it."""
     torch.manual_seed(0)
-    Qwen3MoeForCausalLM(config()).save_pretrained(tmp_path / "hub")
+    AutoModelForCausalLM.from_config(config()).save_pretrained(tmp_path / "hub")
     return tmp_path / "hub"
 
 
@@ -23,8 +23,10 @@ def keys(folder):
         return set(file.keys())
 
 
-def test_a_hub_checkpoint_loads_whole_and_saves_back_in_the_same_layout(checkpoint, tmp_path, batch):
-    assert "model.layers.0.mlp.experts.5.gate_proj.weight" in keys(checkpoint)
+@pytest.mark.parametrize("family", families())
+def test_a_hub_checkpoint_loads_whole_and_saves_back_in_the_same_layout(family, checkpoint, tmp_path, batch):
+    if family == "qwen3_moe":
+        assert "model.layers.0.mlp.experts.5.gate_proj.weight" in keys(checkpoint)
     model = build_foundation_model(checkpoint, "eager", device="cpu").eval()
     stock = AutoModelForCausalLM.from_pretrained(checkpoint).eval()
     assert torch.equal(model(batch["input_ids"]).logits, stock(batch["input_ids"]).logits)
@@ -32,7 +34,7 @@ def test_a_hub_checkpoint_loads_whole_and_saves_back_in_the_same_layout(checkpoi
     model.save_pretrained(tmp_path / "back")
     assert keys(tmp_path / "back") == keys(checkpoint)
     config = json.loads((tmp_path / "back/config.json").read_text())
-    assert config["architectures"] == ["Qwen3MoeForCausalLM"]
+    assert config["architectures"] == [type(stock).__name__]
     assert "auto_map" not in config
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "back").eval()
     assert torch.equal(again(batch["input_ids"]).logits, stock(batch["input_ids"]).logits)
@@ -75,8 +77,16 @@ def test_a_mistake_in_the_choice_is_noticed_before_anything_is_loaded(tmp_path):
 
 
 def test_a_family_that_is_not_generated():
-    with pytest.raises(OpslotError, match="no generated model for model type 'llama'; there are: qwen3_moe"):
-        build_foundation_model(LlamaConfig())
+    known = ", ".join(families())
+    with pytest.raises(OpslotError, match=f"no generated model for model type 'gpt2'; there are: {known}"):
+        build_foundation_model(GPT2Config())
+
+
+@pytest.mark.parametrize("family", families())
+def test_a_config_of_every_family_builds_its_causal_model(config):
+    model = build_foundation_model(config(), device="cpu")
+    assert type(model).__name__ == type(AutoModelForCausalLM.from_config(config())).__name__
+    assert type(model).__module__.startswith("opslot_models.generated")
 
 
 def test_an_unknown_architecture_lists_what_there_is(config):

@@ -1,6 +1,7 @@
 """All-eager is upstream, bit for bit; and each slot is reached with arguments that fit its contract."""
 
 import inspect
+from collections import Counter
 
 import opslot
 import pytest
@@ -8,22 +9,34 @@ import torch
 import transformers
 from opslot import Backend, KernelSpec, Registry
 from opslot.ops import BACKEND as CORE
-from opslot_models import build_foundation_model
+from opslot_models import build_foundation_model, families
 
+every_family = pytest.mark.parametrize("family", families())
 HEADS = {
-    "Qwen3MoeForCausalLM": {},
-    "Qwen3MoeForSequenceClassification": {"labels": torch.tensor([0, 1])},
-    "Qwen3MoeForTokenClassification": {"labels": torch.arange(34).view(2, 17) % 2},
-    "Qwen3MoeForQuestionAnswering": {"start_positions": torch.tensor([1, 2]), "end_positions": torch.tensor([3, 4])},
+    "ForCausalLM": {},
+    "ForSequenceClassification": {"labels": torch.tensor([0, 1])},
+    "ForTokenClassification": {"labels": torch.arange(34).view(2, 17) % 2},
+    "ForQuestionAnswering": {"start_positions": torch.tensor([1, 2]), "end_positions": torch.tensor([3, 4])},
 }
 
 
-def both(config, architecture="Qwen3MoeForCausalLM", ops="eager"):
+def both(config, head="ForCausalLM", ops="eager"):
     """The same model from upstream's class and from ours."""
+    architecture = type(config).__name__.removesuffix("Config") + head
     torch.manual_seed(0)
     upstream = getattr(transformers, architecture)._from_config(config)
     torch.manual_seed(0)
     return upstream, build_foundation_model(config, ops, architecture=architecture, device="cpu")
+
+
+def perturb(*models):
+    """The same noise for each: biases start as zeros and norms as ones, where a kernel that ignored them would pass."""
+    for model in models:
+        torch.manual_seed(3)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.dim() == 1:
+                    parameter.add_(torch.randn_like(parameter), alpha=0.1)
 
 
 def plain(value):
@@ -50,25 +63,44 @@ def assert_equal(one, other, batch):
         assert a.grad is None or torch.equal(a.grad, b.grad), name
 
 
-@pytest.mark.parametrize("experts", ["eager", "grouped_mm", "batched_mm"])
+def test_every_family_is_tested_in_every_head():
+    from opslot_models._families import generated_module
+
+    for family in families():
+        heads = [name for name in generated_module(family).__all__ if "For" in name]
+        assert {f"For{head.partition('For')[2]}" for head in heads} == set(HEADS), family
+
+
+@every_family
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_all_eager_is_upstream(config, batch, deterministic, experts, dtype):
-    upstream, ours = both(config(experts_implementation=experts, dtype=dtype))
-    again, _ = both(config(experts_implementation=experts, dtype=dtype))
-    assert ours.config._experts_implementation == experts
+def test_all_eager_is_upstream(config, batch, deterministic, dtype):
+    upstream, ours = both(config(dtype=dtype))
+    again, _ = both(config(dtype=dtype))
+    perturb(upstream, again, ours)
     assert_equal(upstream.to(dtype), again.to(dtype), batch)  # else there is nothing to be equal to
     upstream.zero_grad()
     assert_equal(upstream, ours.to(dtype), batch)
 
 
-@pytest.mark.parametrize("architecture", HEADS)
-def test_every_head_is_upstream_and_has_slots(config, batch, deterministic, architecture):
+@pytest.mark.parametrize("experts", ["eager", "grouped_mm", "batched_mm"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_all_eager_is_upstream_with_every_implementation_of_the_experts(config, batch, deterministic, experts, dtype):
+    upstream, ours = both(config(experts_implementation=experts, dtype=dtype))
+    assert ours.config._experts_implementation == experts
+    assert_equal(upstream.to(dtype), ours.to(dtype), batch)
+
+
+@every_family
+@pytest.mark.parametrize("head", HEADS)
+def test_every_head_is_upstream_and_has_slots(config, batch, deterministic, head):
     del batch["labels"]
-    upstream, ours = both(config(num_labels=2), architecture)
-    batch |= HEADS[architecture] or {"labels": batch["input_ids"]}
+    upstream, ours = both(config(num_labels=2), head)
+    batch |= HEADS[head] or {"labels": batch["input_ids"]}
     assert_equal(upstream, ours, batch)
     slots = {row.op for row in ours.opslot_binding.rows}
-    assert {"rms_norm", "rotary_pos_emb", "glu", "moe_experts"} <= slots
+    assert {"rms_norm", "rotary_pos_emb", "glu"} <= slots
+    assert ("moe_experts" in slots) == hasattr(ours.config, "num_experts")
+    assert ("cross_entropy_loss" in slots) == (head == "ForCausalLM")
     assert {type(module).__module__.split(".")[0] for module in ours.modules()} <= {
         "torch",
         "opslot_models",
@@ -101,22 +133,41 @@ def recorded():
     return registry, recorders
 
 
+def called(recorders):
+    return {op for (op, _), recorder in recorders.items() if recorder.calls}
+
+
+@every_family
 def test_every_slot_is_reached_and_the_numbers_agree(config, batch, deterministic, recorded):
     registry, recorders = recorded
     # One softmax in the references of bf16 would round otherwise; float32 agrees to a few ulps.
-    upstream, ours = both(config(experts_implementation="eager"))
+    upstream, ours = both(config(**_eager_experts(config())))
+    perturb(upstream, ours)
     names = {contract.config_fields()[0]: "recorder" for contract in registry.contracts()}
-    opslot.bind(ours, names, device="cpu", registry=registry)
+    binding = opslot.bind(ours, names, device="cpu", registry=registry)
     expected, actual = upstream(**batch), ours(**batch)
     assert actual.logits is None
-    assert {op for (op, _), recorder in recorders.items() if not recorder.calls} == set()
+    assert called(recorders) == {row.op for row in binding.rows}
+    calls = {op: len(recorder.calls) for (op, _), recorder in recorders.items() if recorder.calls}
+    assert calls == dict(Counter(row.op for row in binding.rows))  # each slot once
     torch.testing.assert_close(actual.loss, expected.loss)
-    torch.testing.assert_close(actual.aux_loss, expected.aux_loss)
     expected.loss.backward()
     actual.loss.backward()
-    for (name, a), b in zip(upstream.named_parameters(), ours.parameters(), strict=True):
+    for (name, a), b in zip(upstream.named_parameters(), ours.named_parameters(), strict=True):
         if a.grad is not None:
-            torch.testing.assert_close(b.grad, a.grad, rtol=1e-4, atol=1e-6, msg=name)
+            torch.testing.assert_close(b[1].grad, a.grad, rtol=1e-4, atol=1e-6, msg=name)
+
+
+def _eager_experts(config):
+    return {"experts_implementation": "eager"} if hasattr(config, "num_experts") else {}
+
+
+def test_the_experts_and_their_loss_receive_what_their_contracts_say(config, batch, recorded):
+    registry, recorders = recorded
+    upstream, ours = both(config())
+    ops = {"moe_experts": "recorder", "load_balancing_loss": "recorder", "default": "eager"}
+    opslot.bind(ours, ops, device="cpu", registry=registry)
+    torch.testing.assert_close(ours(**batch).aux_loss, upstream(**batch).aux_loss)
     experts = recorders["moe_experts", "standard"].calls[0]
     assert [tuple(tensor.shape) for tensor in experts.values()] == [
         (34, 64),
@@ -129,6 +180,17 @@ def test_every_slot_is_reached_and_the_numbers_agree(config, batch, deterministi
     assert [tuple(tensor.shape) for tensor in router_logits] == [(34, 6)] * 2
 
 
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+def test_the_norms_of_query_and_key_see_one_head_at_a_time(config, batch, recorded):
+    registry, recorders = recorded
+    _, ours = both(config())
+    opslot.bind(ours, {"rms_norm": "recorder", "default": "eager"}, device="cpu", registry=registry)
+    ours(**batch)
+    shapes = [tuple(call["x"].shape) for call in recorders["rms_norm", "standard"].calls]
+    assert shapes.count((2, 17, 4, 16)) == shapes.count((2, 17, 2, 16)) == 3
+
+
+@every_family
 def test_the_loss_receives_what_the_trainer_passes(config, batch, recorded):
     registry, recorders = recorded
     _, ours = both(config())
@@ -140,10 +202,23 @@ def test_the_loss_receives_what_the_trainer_passes(config, batch, recorded):
     assert torch.equal(call["shift_labels"], batch["labels"])
 
 
-def test_logits_are_there_wherever_no_gradient_is_recorded(config, batch, recorded):
+@every_family
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_fused_loss_trains_the_head_also_where_it_is_the_embedding(config, batch, deterministic, tied):
+    upstream, ours = both(config(tie_word_embeddings=tied), ops={"cross_entropy_loss": "chunk_loss"})
+    for model in (upstream, ours):
+        assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
+        model(**batch, num_items_in_batch=11).loss.backward()
+    for name in ("lm_head", "model.embed_tokens"):
+        expected, actual = (model.get_submodule(name).weight.grad for model in (upstream, ours))
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-6, msg=name)
+
+
+@every_family
+def test_logits_are_there_wherever_no_gradient_is_recorded(config, batch, deterministic, recorded):
     registry, recorders = recorded
     upstream, ours = both(config())
-    opslot.bind(ours, {"cross_entropy_loss": "recorder"}, device="cpu", registry=registry)
+    opslot.bind(ours, {"cross_entropy_loss": "recorder", "default": "eager"}, device="cpu", registry=registry)
     with torch.no_grad():
         expected, actual = upstream(**batch), ours(**batch)
     assert torch.equal(expected.logits, actual.logits)
@@ -153,21 +228,27 @@ def test_logits_are_there_wherever_no_gradient_is_recorded(config, batch, record
     assert ours(**batch).logits is not None
 
 
-def test_generate_and_gradient_checkpointing(config, batch, deterministic):
-    upstream, ours = both(config(), ops="auto")
+@every_family
+def test_generate_and_gradient_checkpointing(config, batch, deterministic, every_kernel):
+    upstream, ours = both(config(), ops=every_kernel)
     tokens = batch["input_ids"][:1, :8]
     arguments = {"max_new_tokens": 4, "do_sample": False, "attention_mask": torch.ones_like(tokens)}
     assert torch.equal(upstream.generate(tokens, **arguments), ours.generate(tokens, **arguments))
 
     plain = ours(**batch).loss
+    plain.backward()
+    expected = {name: p.grad.clone() for name, p in ours.named_parameters() if p.grad is not None}
+    ours.zero_grad()
     ours.gradient_checkpointing_enable()
     ours.train()
     checkpointed = ours(**batch).loss
     torch.testing.assert_close(checkpointed, plain)
     checkpointed.backward()
-    assert all(p.grad is not None for n, p in ours.named_parameters() if "norm" in n)
+    actual = {name: p.grad for name, p in ours.named_parameters() if p.grad is not None}
+    torch.testing.assert_close(actual, expected)
 
 
+@every_family
 def test_signatures_are_upstreams(config):
     upstream, ours = both(config())
     assert inspect.signature(type(ours).forward) == inspect.signature(type(upstream).forward)

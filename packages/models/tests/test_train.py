@@ -5,7 +5,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from opslot_models.train.cli import main
+from transformers import AutoModelForCausalLM
 
 SMALL = ["--steps", "4", "--batch-size", "2", "--sequence-length", "32"]
 
@@ -43,6 +45,18 @@ def test_a_model_data_and_ops_of_the_users(tmp_path):
     assert main([*SMALL, *arguments]) == 0
     binding = json.loads((tmp_path / "second/binding.json").read_text())
     assert {slot["op"] for slot in binding["slots"] if slot["kernel"] == "torch"} == {"rms_norm"}
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_a_checkpoint_of_another_family(config, family, tmp_path):
+    torch.manual_seed(0)
+    source = tmp_path / "source"
+    AutoModelForCausalLM.from_config(config(vocab_size=256)).save_pretrained(source)
+    arguments = ["--model", str(source), "--no-compare", "--output", str(tmp_path / "out")]
+    assert main([*SMALL, *arguments]) == 0  # which is 1 unless stock transformers gives the same logits
+    binding = json.loads((tmp_path / "out/binding.json").read_text())
+    assert {slot["op"] for slot in binding["slots"]} == {"rms_norm", "rotary_pos_emb", "glu", "cross_entropy_loss"}
+    assert json.loads((tmp_path / "out/checkpoint/config.json").read_text())["model_type"] == family
 
 
 @pytest.mark.parametrize(

@@ -26,10 +26,12 @@ from transformers.activations import ACT2FN
 from transformers.modeling_utils import PreTrainedModel
 from transformers.models.tiny.configuration_tiny import TinyConfig
 from opslot import OpSlot  # opslot
+from opslot_models.adoption import no_hub_kernels  # opslot
 
 
 class TinyPreTrainedModel(PreTrainedModel):
     is_custom_code = classmethod(lambda cls: False)  # opslot
+    set_use_kernels = no_hub_kernels  # opslot
     config: TinyConfig
 """
     )
@@ -99,7 +101,7 @@ class TinyForTokenClassification(TinyForTokenClassification):  # opslot
         adopt_backbone(self)  # opslot
 """
     )
-    assert "from opslot_models.adoption import adopt_backbone  # opslot\n" in generated
+    assert "from opslot_models.adoption import adopt_backbone, no_hub_kernels  # opslot\n" in generated
 
 
 def test_adopting_heads_run(generate):
@@ -136,6 +138,11 @@ REFUSALS = {
     ),
     "OpSlot is taken": ("OpSlot = None\n", NameCollision, ":3: upstream already uses the name `OpSlot`"),
     "is_custom_code is taken": ("is_custom_code = None\n", NameCollision, ":3: upstream already uses the name `is_cus"),
+    "set_use_kernels is taken": (
+        "set_use_kernels = None\n",
+        NameCollision,
+        ":3: upstream already uses the name `set_use_k",
+    ),
     "not Python": ("a = = b\n", SourceError, "modeling_tiny.py: parser error: error at 3:"),
     "marked already": ("a = b  # opslot\n", SourceError, ":3: already holds an opslot marker"),
     "tab": ("if True:\n\ta = b\n", SourceError, ":4: indented with a tab"),

@@ -95,9 +95,21 @@ def test_specs_load_without_their_parents(package):
     assert "acme" not in sys.modules
 
 
+def test_specs_share_data_without_their_parents(package):
+    (package / "_shared.py").write_text('RESULT = "kernel(x)"\n')
+    shared = SPEC.replace('"kernel(x)"', "RESULT").replace("\n\n", "\n\nfrom ._shared import RESULT\n\n", 1)
+    for family in ("tiny", "small"):
+        (package / f"{family}.py").write_text(shared.replace('"tiny"', f'"{family}"'))
+    loaded = load_specs("acme.patches")
+    assert [spec.family for spec in loaded.specs] == ["small", "tiny"]
+    assert {guard.result for spec in loaded.specs for guard in spec.guards} == {"kernel(x)"}
+    assert [name for name in sys.modules if name.startswith(("acme", "_opslot"))] == []
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
+        ("from ._shared import RESULT\n", "cannot be imported: ModuleNotFoundError"),
         ("import no_such_module\n", "cannot be imported: ModuleNotFoundError"),
         ("x = = 1\n", "cannot be imported: SyntaxError"),
         (SPEC.replace("guards=", "guard="), "cannot be imported: TypeError"),

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from ._backend import API_VERSIONS as API_VERSIONS
     from ._backend import Backend as Backend
     from ._bind import bind as bind
+    from ._bind import bound as bound
     from ._binding import Binding as Binding
     from ._binding import Row as Row
     from ._config import OpsConfig as OpsConfig
@@ -31,10 +32,13 @@ if TYPE_CHECKING:
     from ._errors import TargetError as TargetError
     from ._errors import UnknownKernel as UnknownKernel
     from ._errors import UnknownOp as UnknownOp
+    from ._installed import Installed as Installed
     from ._kernel import AUTO as AUTO
     from ._kernel import EAGER as EAGER
     from ._kernel import KernelSpec as KernelSpec
     from ._kernel import Priority as Priority
+    from ._proof import Miss as Miss
+    from ._proof import Proof as Proof
     from ._registry import PROCESS_LOCAL as PROCESS_LOCAL
     from ._registry import BackendRecord as BackendRecord
     from ._registry import Choice as Choice
@@ -47,7 +51,7 @@ if TYPE_CHECKING:
 # `import opslot` costs a few milliseconds because each name is loaded from its module on first use (PEP 562).
 _NAMES = {
     "_backend": ("API_VERSION", "API_VERSIONS", "Backend"),
-    "_bind": ("bind",),
+    "_bind": ("bind", "bound"),
     "_binding": ("Binding", "Row"),
     "_config": ("OpsConfig",),
     "_contract": ("OpContract", "Sample", "Tolerance"),
@@ -65,7 +69,9 @@ _NAMES = {
         "UnknownKernel",
         "UnknownOp",
     ),
+    "_installed": ("Installed",),
     "_kernel": ("AUTO", "EAGER", "KernelSpec", "Priority"),
+    "_proof": ("Miss", "Proof"),
     "_registry": ("PROCESS_LOCAL", "BackendRecord", "Choice", "Offer", "Registry"),
     "_requires": ("Requires",),
     "_slot": ("OpSlot", "guard_forward"),

@@ -1,21 +1,26 @@
 """Binding: apply a configuration to one model, whole or not at all."""
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ._binding import Binding, Row, Write
-from ._config import OpsConfig
-from ._contract import OpContract
+from ._config import OpsConfig, Rule
+from ._contract import Key, OpContract
 from ._device import Device
 from ._discovery import registry as default_registry
-from ._errors import BindError
-from ._kernel import AUTO
+from ._environment import strict
+from ._errors import BindError, ConfigError, nearest
+from ._kernel import AUTO, EAGER
+from ._modules import canonical_modules, glob_pattern, matches
 from ._obstacle import obstacle, parameter_dtypes
-from ._registry import Choice, Registry
+from ._provenance import Provenance
+from ._registry import Choice, Offer, Registry
 from ._slot import OpSlot
 
 if TYPE_CHECKING:
+    import re
     from collections.abc import Mapping
     from pathlib import Path
 
@@ -26,12 +31,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class _Site:
-    """One slot of one module."""
+    """One slot of one module. A shared module has several names; the first is that of the report."""
 
-    name: str
+    names: tuple[str, ...]
     module: "torch.nn.Module"
     attribute: str
     slot: OpSlot
+    contract: OpContract
+
+    def __str__(self) -> str:
+        return self.names[0] or type(self.module).__name__
 
 
 def bind(
@@ -39,9 +48,9 @@ def bind(
 ) -> Binding:
     """Bind the kernels that `ops` chooses to the slots of `model`, and say what was done.
 
-    `ops`: see `OpsConfig.parse`; None means "auto". `device`: what to judge kernels for, a `torch.device`, a string or
-    a `Device`; by default the device that the model's parameters are on, or the present accelerator while they are on
-    the CPU or on meta, since models are often built there and moved.
+    `ops`: see `OpsConfig.parse`; None means "auto". The variable OPSLOT_OPS wins over it. `device`: what to judge
+    kernels for, a `torch.device`, a string or a `Device`; by default the device that the model's parameters are on, or
+    the present accelerator while they are on the CPU or on meta, since models are often built there and moved.
 
     Binding again replaces what an earlier binding wrote. Raises an `OpslotError` and leaves the model as it was when a
     name is unknown, an explicitly chosen kernel cannot run on the device, or a module cannot use it.
@@ -49,33 +58,113 @@ def bind(
     if not hasattr(model, "named_modules"):
         raise BindError(f"{model!r} is not a torch.nn.Module")
     registry = registry or default_registry()
-    config = OpsConfig.parse(ops)
-    selected = config.select(registry)
-    sites = list(_sites(model))
+    config = OpsConfig.effective(ops)
+    sites = list(_sites(model, registry))
     if not sites:
         raise BindError(
             f"{type(model).__name__} has no slots. Declare OpSlot attributes in its classes, or for a transformers "
             "model use opslot_models.adopt(model, ops) or opslot_models.build_foundation_model(...)"
         )
-    _check_attention(model, config)
+    rules = _Rules(config, registry, sites, model)
+    attention = _attention(model, config)
     judged = registry.describe(device) if device is not None else _device_of(model, registry)
 
     rows, writes = [], []
     planner = _Planner(registry, judged)
     for site in sites:
-        contract = registry.contract(site.slot.op, site.slot.variant)
-        name, field = selected.get(contract.key, (config.default, "default"))
-        choice, slot = planner.plan(site, contract, name)
-        reason = choice.reason if name == AUTO else f"{choice.reason}: {field} in {config.origin}"
-        rows.append(Row.of(site.name, site.attribute, contract, choice.offer, reason))
-        writes.append(Write(site.module, site.attribute, slot, planner.original(site), contract))
-    used = {(row.op, row.variant) for row in rows}
-    unused = {field for key, (_, field) in selected.items()} - {f for key, (_, f) in selected.items() if key in used}
+        name, why = rules.decide(site)
+        choice, slot = planner.plan(site, name, why)
+        reason = choice.reason if name == AUTO else f"{choice.reason}: {why}"
+        source = planner.provenance(slot)
+        rows.append(Row.of(site.names[0], site.attribute, site.contract, choice.offer, reason, source))
+        writes.append(Write(site.module, site.attribute, slot, planner.original(site), site.contract))
     failures = registry.failures().removeprefix(". ")
-    binding = Binding(model, judged, tuple(rows), tuple(writes), tuple(sorted(unused)), failures)
+    binding = Binding(model, judged, tuple(rows), tuple(writes), rules.unused, failures, attention)
     binding.apply()
     _log(binding)
     return binding
+
+
+@contextmanager
+def bound(
+    model: "torch.nn.Module", ops: "Ops" = None, *, device: Any = None, registry: Registry | None = None
+) -> Iterator[Binding]:
+    """`bind` for the length of a `with` block. Afterwards the slots are what they were before, bound or not."""
+    registry = registry or default_registry()
+    before = [(site.module, site.attribute, vars(site.module).get(site.attribute)) for site in _sites(model, registry)]
+    binding = bind(model, ops, device=device, registry=registry)
+    try:
+        yield binding
+    finally:
+        binding.unbind()
+        for module, attribute, slot in before:
+            if slot is not None:
+                vars(module)[attribute] = slot
+
+
+class _Rules:
+    """What the configuration says about each site of one model."""
+
+    def __init__(self, config: OpsConfig, registry: Registry, sites: list[_Site], model: "torch.nn.Module") -> None:
+        self._default = config.default or AUTO
+        rules = config.rules(registry)
+        self._of: dict[Key | None, list[Rule]] = {}
+        for rule in rules:
+            self._of.setdefault(rule.key, []).append(rule)
+        self._patterns = {rule.glob: glob_pattern(rule.glob) for rule in rules if rule.glob is not None}
+        for rule in rules:
+            if rule.glob is not None:
+                _check_glob(rule, self._patterns[rule.glob], sites, model)
+        present = {site.contract.op for site in sites}
+        variants = {site.contract.key for site in sites}
+        named = [rule for rule in rules if rule.glob is None and rule.kernel not in (AUTO, EAGER)]
+        absent = [rule for rule in named if not _has_use(rule, present, variants)]
+        self.unused = tuple(dict.fromkeys(f"{rule.field}: {rule.kernel} in {rule.origin}" for rule in absent))
+        if self.unused and (config.strict or strict()):
+            raise ConfigError(
+                f"{type(model).__name__} has no slot for {'; '.join(self.unused)}. Its ops: "
+                f"{', '.join(sorted(present))}. Leave these out, or do without strict (the field, or OPSLOT_STRICT)"
+            )
+
+    def decide(self, site: _Site) -> tuple[str, str]:
+        """The chosen name for a site, and where that was written. The last rule that matches decides."""
+        mine = self._of.get(site.contract.key, [])
+        last: dict[int, str] = {}  # the rule that decides under each name of the module, by its place
+        for name in site.names:
+            places = [i for i, r in enumerate(mine) if r.glob is None or matches(self._patterns[r.glob], name)]
+            if places:
+                last.setdefault(places[-1], name)
+        if not last:
+            return self._default, "default"
+        special = {mine[place].kernel for place in last if mine[place].glob is not None}
+        if len(special) > 1:
+            rules = "; ".join(f"as {name!r}: {mine[place]}" for place, name in last.items())
+            raise ConfigError(f"one shared module cannot have two kernels for {site.contract}: {rules}")
+        rule = mine[max(last)]
+        return rule.kernel, str(rule)
+
+
+def _has_use(rule: Rule, ops: set[str], variants: set[Key]) -> bool:
+    """A field speaks of all variants of its op; that a model lacks one is worth a word only when it was named."""
+    if rule.key is None or rule.key[0] not in ops:
+        return False
+    return rule.key in variants or not rule.field.endswith((f".{rule.key[1]}", f"/{rule.key[1]}"))
+
+
+def _check_glob(rule: Rule, pattern: "re.Pattern[str]", sites: list[_Site], model: "torch.nn.Module") -> None:
+    """A glob that chooses for nothing is a mistake, unlike a field that a smaller model has no use for."""
+    names = [name for name, _ in canonical_modules(model)]
+    matched = [name for name in names if matches(pattern, name)]
+    if not matched:
+        raise ConfigError(f"{rule}: no module of {type(model).__name__} matches{nearest(str(rule.glob), names)}")
+    op = rule.key[0] if rule.key else rule.field
+    owners = {name for site in sites if site.contract.op == op for name in site.names}
+    if not owners.intersection(matched):
+        some = ", ".join(sorted(owners)[:3]) or "none in this model"
+        raise ConfigError(
+            f"{rule}: {len(matched)} modules match, such as {matched[0]!r}, but none has a slot of {op}. "
+            f"Modules with one: {some}"
+        )
 
 
 class _Planner:
@@ -86,19 +175,20 @@ class _Planner:
         self._device = device
         self._choices: dict[Any, Choice] = {}
         self._slots: dict[Any, OpSlot] = {}
+        self._provenances: dict[Offer, Provenance] = {}
 
-    def plan(self, site: _Site, contract: OpContract, name: str) -> tuple[Choice, OpSlot | None]:
+    def plan(self, site: _Site, name: str, why: str) -> tuple[Choice, OpSlot | None]:
         """The choice for this site and the slot to write into its instance, None where the class's own is right."""
         dtypes = parameter_dtypes(site.module)
-        key = (contract.key, name, dtypes)
+        key = (site.contract.key, name, dtypes)
         if key not in self._choices:
-            self._choices[key] = self._registry.choose(*contract.key, name, self._device, dtypes)
+            self._choices[key] = self._registry.choose(*site.contract.key, name, self._device, dtypes)
         choice = self._choices[key]
-        if choice.offer is not None and (problem := obstacle(site.module, site.attribute, contract)):
+        if choice.offer is not None and (problem := obstacle(site.module, site.attribute, site.contract)):
             if name != AUTO:
                 raise BindError(
-                    f"{site.name or type(site.module).__name__} cannot use kernel {name!r} for {contract}: {problem}. "
-                    f"Choose {contract.op}: eager, or undo that first"
+                    f"{site} cannot use kernel {name!r} for {site.contract}, chosen by {why}: {problem}. "
+                    f"Choose {site.contract.op}: eager, or undo that first"
                 )
             choice = Choice(None, f"auto: {problem}")
         return choice, self._slot(site, choice)
@@ -107,6 +197,13 @@ class _Planner:
         """The slot without a kernel: None for the class's own, an unbound one where `__init__` made it."""
         declared = getattr(type(site.module), site.attribute, None)
         return None if isinstance(declared, OpSlot) else site.slot.bound_to(None, None)
+
+    def provenance(self, slot: OpSlot | None) -> Provenance:
+        if slot is None or slot.offer is None or slot.kernel is None:
+            return Provenance()
+        if slot.offer not in self._provenances:
+            self._provenances[slot.offer] = Provenance.of(slot.offer, slot.kernel)
+        return self._provenances[slot.offer]
 
     def _slot(self, site: _Site, choice: Choice) -> OpSlot | None:
         if choice.offer is None:
@@ -117,16 +214,19 @@ class _Planner:
         return self._slots[identity]
 
 
-def _sites(model: "torch.nn.Module") -> Iterator[_Site]:
+def _sites(model: "torch.nn.Module", registry: Registry) -> Iterator[_Site]:
+    names: dict[torch.nn.Module, list[str]] = {}
+    for name, module in canonical_modules(model):
+        names.setdefault(module, []).append(name)
     declared: dict[type, dict[str, OpSlot]] = {}
-    for name, module in model.named_modules():
+    for module, mine in names.items():
         kind = type(module)
         if kind not in declared:
             everything = {a: v for cls in reversed(kind.__mro__) for a, v in vars(cls).items()}
             declared[kind] = {a: v for a, v in everything.items() if isinstance(v, OpSlot)}
         own = {a: v for a, v in vars(module).items() if isinstance(v, OpSlot)}
         for attribute, slot in {**declared[kind], **own}.items():
-            yield _Site(name, module, attribute, slot)
+            yield _Site(tuple(mine), module, attribute, slot, registry.contract(slot.op, slot.variant))
 
 
 def _device_of(model: "torch.nn.Module", registry: Registry) -> Device:
@@ -136,17 +236,23 @@ def _device_of(model: "torch.nn.Module", registry: Registry) -> Device:
     return registry.current_device()
 
 
-def _check_attention(model: "torch.nn.Module", config: OpsConfig) -> None:
+def _attention(model: "torch.nn.Module", config: OpsConfig) -> str:
+    """What transformers runs attention with, for the report. Raises `BindError` when the configuration says another."""
     wanted = config.attn_implementation
-    actual = getattr(getattr(model, "config", None), "_attn_implementation", None)
+    actual: str | None = getattr(getattr(model, "config", None), "_attn_implementation", None)
     if wanted is not None and wanted != actual:
         raise BindError(
             f"attn_implementation is {wanted!r} in {config.origin}, but this model has {actual!r}. Attention is chosen "
             "by transformers: pass attn_implementation when building the model, or call model.set_attn_implementation"
         )
+    return actual or ""
 
 
 def _log(binding: Binding) -> None:
     import logging
 
-    logging.getLogger("opslot").info("%s", binding)
+    logger = logging.getLogger("opslot")
+    # The record carries the binding: a handler on this logger is how a framework learns of every bind.
+    logger.info("%s", binding, extra={"opslot_binding": binding})
+    for choice in binding.unused:
+        logger.warning("opslot: %s has no effect, this model has no such slot", choice)

@@ -1,28 +1,35 @@
 """The result of a bind: what runs where and why, and the way back."""
 
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from ._config import OpsConfig
 from ._contract import OpContract
 from ._device import Device
 from ._errors import BindError
 from ._kernel import EAGER
+from ._modules import canonical_modules
 from ._obstacle import obstacle, parameter_dtypes
+from ._provenance import Provenance, digest
 from ._registry import PROCESS_LOCAL, Offer
+from ._report import to_text
 from ._slot import OpSlot
-from ._target import code_of, source_name
 
 if TYPE_CHECKING:
     import torch
+
+    from ._proof import Proof
 
 SCHEMA = 1
 
 
 @dataclass(frozen=True)
 class Row:
-    """One slot of one module: what runs there and why. `module` is the empty string for the model itself."""
+    """One slot of one module: what runs there and why. `module` is the empty string for the model itself.
+
+    `source` and `nested` say which code the kernel is, as in `KernelSpec.nested` and docs/using.md.
+    """
 
     module: str
     slot: str
@@ -31,16 +38,25 @@ class Row:
     kernel: str
     distribution: str
     version: str
-    identity: str
+    source: str
+    nested: str
     reason: str
 
     @classmethod
-    def of(cls, module: str, slot: str, contract: OpContract, offer: Offer | None, reason: str) -> "Row":
-        if offer is None:
-            return cls(module, slot, *contract.key, EAGER, "", "", EAGER, reason)
-        return cls(
-            module, slot, *contract.key, offer.spec.name, offer.distribution, offer.version, _identity(offer), reason
-        )
+    def of(
+        cls, module: str, slot: str, contract: OpContract, offer: Offer | None, reason: str, provenance: Provenance
+    ) -> "Row":
+        kernel = (EAGER, "", "") if offer is None else (offer.spec.name, offer.distribution, offer.version)
+        return cls(module, slot, *contract.key, *kernel, provenance.source, provenance.nested, reason)
+
+    @property
+    def choice(self) -> tuple[str, ...]:
+        """What the fingerprint is of: which kernel of which code the slot has, not why."""
+        return self.op, self.variant, self.kernel, self.distribution, self.version, self.source, self.nested
+
+    @property
+    def where(self) -> str:
+        return f"{self.module or 'the model'} ({self.op}/{self.variant} -> {self.kernel})"
 
 
 @dataclass(frozen=True)
@@ -59,6 +75,20 @@ class Write:
         else:
             vars(self.module)[self.attribute] = slot
 
+    def in_place(self) -> bool:
+        return vars(self.module).get(self.attribute) is self.slot
+
+    def problem(self, present: bool, device: Device) -> str:
+        """What happened to the slot since, or an empty string; `present`: its module still stands where it stood."""
+        if not present:
+            return "the module was replaced or removed after bind"
+        if not self.in_place():
+            return "the slot was bound again or unbound"
+        if self.slot is None or self.slot.offer is None:
+            return ""
+        unmet = self.slot.offer.spec.unmet(device, parameter_dtypes(self.module))
+        return obstacle(self.module, self.attribute, self.contract) or "; ".join(unmet)
+
 
 class Binding:
     """What `opslot.bind` did to one model. Printing it shows what runs where and why."""
@@ -71,22 +101,27 @@ class Binding:
         writes: tuple[Write, ...],
         unused: tuple[str, ...],
         failures: str = "",
+        attention: str = "",
     ) -> None:
         self.device = device
+        self.attention = attention
         self.rows = rows
         self.unused = unused
         self.failures = failures
         self._model = model
         self._writes = writes
+        self._proving = False
 
     def apply(self) -> None:
+        _refuse_in_backward("bound")
         for write in self._writes:
             write.do(write.slot)
 
     def unbind(self) -> None:
         """Take the kernels out again: the model's own code runs. Slots bound again since are left alone."""
+        _refuse_in_backward("unbound")
         for write in self._writes:
-            if vars(write.module).get(write.attribute) is write.slot:
+            if write.in_place():
                 write.do(write.original)
 
     def verify(self) -> tuple[str, ...]:
@@ -95,46 +130,70 @@ class Binding:
         Besides replaced modules and slots it finds what was changed around them since: a forward or an activation that
         was replaced, a loss function that was set, parameters of a dtype that the kernel does not take.
         """
-        modules = dict(self._model.named_modules())
-        problems = []
-        for row, write in zip(self.rows, self._writes, strict=True):
-            where = f"{row.module or 'the model'} ({row.op}/{row.variant} -> {row.kernel})"
-            if modules.get(row.module) is not write.module:
-                problems.append(f"{where}: the module was replaced or removed after bind")
-            elif vars(write.module).get(write.attribute) is not write.slot:
-                problems.append(f"{where}: the slot was bound again or unbound")
-            elif write.slot is not None and write.slot.offer is not None:
-                now = write.slot.offer.spec.unmet(self.device, parameter_dtypes(write.module))
-                problem = obstacle(write.module, write.attribute, write.contract) or "; ".join(now)
-                problems += [f"{where}: {problem}"] if problem else []
-        return tuple(problems)
+        pairs = zip(self.rows, self.problems(), strict=True)
+        return tuple(f"{row.where}: {problem}" for row, problem in pairs if problem)
+
+    def problems(self) -> list[str]:
+        """What happened to each slot since bind, in the order of `rows`; an empty string where nothing did."""
+        present = {(name, id(module)) for name, module in canonical_modules(self._model)}
+        pairs = zip(self.rows, self._writes, strict=True)
+        return [write.problem((row.module, id(write.module)) in present, self.device) for row, write in pairs]
+
+    def proof(self) -> "Proof":
+        """A context manager that proves, over the forward and backward run inside it, that each kernel ran.
+
+            with binding.proof() as proof:
+                model(**batch).loss.backward()
+            proof.check()
+
+        See `Proof` for what it can see.
+        """
+        from ._proof import Proof
+
+        return Proof(self)
 
     @cached_property
     def fingerprint(self) -> str:
-        """Identifies the choice: which kernel of which distribution and version each slot has. Not the host."""
-        return _digest(sorted([row.module, row.slot, row.op, row.variant, row.identity] for row in self.rows))
+        """Identifies the choice: which kernel, of which distribution, version and code, each slot has. Not the host."""
+        return digest(sorted([row.module, row.slot, *row.choice] for row in self.rows))
+
+    @property
+    def environment_fingerprint(self) -> str:
+        return digest(sorted(self.environment().items()))
 
     def environment(self) -> dict[str, str]:
-        """What else the numbers depend on: device, Python, torch and the distributions that gave kernels."""
+        """What else the numbers depend on: device, Python, torch, and the libraries behind the kernels in use.
+
+        Those are the distributions that gave kernels, what these require, and triton where the device may run it.
+        """
         import platform
         from importlib.metadata import version
 
-        used = {row.distribution: row.version for row in self.rows if row.distribution not in ("", PROCESS_LOCAL)}
+        import torch
+        from packaging.requirements import Requirement
+
+        used = {write.slot.offer for write in self._writes if write.slot is not None and write.slot.offer is not None}
+        names = {Requirement(package).name for offer in used for package in offer.spec.requires.packages}
+        libraries = {offer.distribution: offer.version for offer in used if offer.distribution != PROCESS_LOCAL}
+        libraries |= {name: _version(name) for name in sorted(names - libraries.keys())}
+        if self.device.kind != "cpu" and (triton := _version("triton")):
+            libraries["triton"] = triton
         return {
             "device": str(self.device),
             "python": platform.python_version(),
-            "torch": version("torch"),
             "opslot": version("opslot"),
-            **dict(sorted(used.items())),
+            **dict(sorted(libraries.items())),
+            "torch": torch.__version__,  # with "+cu130", which its metadata does not have
         }
 
     def to_dict(self) -> dict[str, Any]:
-        environment = self.environment()
+        """The binding as plain data, described by the file binding.schema.json of this package."""
         return {
             "schema": SCHEMA,
             "fingerprint": self.fingerprint,
-            "environment_fingerprint": _digest(sorted(environment.items())),
-            "environment": environment,
+            "environment_fingerprint": self.environment_fingerprint,
+            "environment": self.environment(),
+            "attention": self.attention,
             "unused": list(self.unused),
             "failures": self.failures,
             "slots": [asdict(row) for row in self.rows],
@@ -145,55 +204,52 @@ class Binding:
 
         return json.dumps(self.to_dict(), indent=2) + "\n"
 
-    def assert_same_on_all_ranks(self) -> None:
-        """Raise `BindError` on every rank of the default process group unless all ranks made the same choice."""
-        import torch.distributed as dist
+    def config(self) -> OpsConfig:
+        """The explicit configuration that chooses again what this binding has, whatever is installed beside it."""
+        chosen: dict[tuple[str, str], dict[str, list[str]]] = {}
+        for row, write in zip(self.rows, self._writes, strict=True):
+            selector = write.slot.offer.selector if write.slot is not None and write.slot.offer is not None else EAGER
+            chosen.setdefault((row.op, row.variant), {}).setdefault(selector, []).append(row.module)
+        choices: dict[str, str] = {}
+        modules: dict[str, dict[str, str]] = {}
+        for (op, variant), kernels in chosen.items():
+            common = max(kernels, key=lambda selector: len(kernels[selector]))
+            choices[f"{op}/{variant}"] = common
+            for selector, names in kernels.items():
+                for name in names if selector != common else ():
+                    modules.setdefault(name, {})[f"{op}/{variant}"] = selector
+        return OpsConfig(choices=choices, modules=modules, default=EAGER, strict=True, origin="Binding.config()")
 
-        if not dist.is_available() or not dist.is_initialized():
-            return
-        choices: list[str] = [""] * dist.get_world_size()
-        dist.all_gather_object(choices, self.fingerprint)
-        if len(set(choices)) > 1:
-            ranks = {f: [r for r, g in enumerate(choices) if g == f] for f in dict.fromkeys(choices)}
-            detail = "; ".join(f"ranks {r}: {f}" for f, r in ranks.items())
-            raise BindError(
-                f"the ranks chose different kernels: {detail}. Compare Binding.to_json() of one rank of each; their "
-                "configuration, installed backends or devices differ"
-            )
+    def assert_same_on_all_ranks(self, timeout: float = 60.0) -> None:
+        """Raise `BindError` on every rank of the default process group unless all ranks made the same choice.
+
+        Every rank calls it equally often. A rank that does not arrive within `timeout` seconds, because its bind raised
+        or its process died, is named, and the ranks that arrived raise: nobody waits for ever. Needs no device and
+        does nothing without a process group.
+        """
+        from ._ranks import assert_same
+
+        assert_same(self, timeout)
 
     def __str__(self) -> str:
-        groups: dict[tuple[str, ...], list[str]] = {}
-        for row in self.rows:
-            kernel = " ".join(p for p in (row.kernel, row.distribution, row.version) if p)
-            groups.setdefault((f"{row.op}/{row.variant}", kernel, row.reason), []).append(row.module)
-        lines = [f"opslot: {len(self.rows)} slots on {self.device}, choice {self.fingerprint}"]
-        changed = self.verify()
-        if changed:
-            lines[0] += f"; {len(changed)} of them are no longer as bound, see verify()"
-        width = max((len(op) for op, _, _ in groups), default=0)
-        for (op, kernel, reason), modules in groups.items():
-            lines.append(f"  {op:{width}}  {len(modules):4} x  {kernel}  [{reason}]")
-            lines.append(f"  {'':{width}}          {', '.join(_collapse(modules))}")
-        lines += [f"  unused: {field} was chosen, but this model has no such slot" for field in self.unused]
-        lines += [f"  {self.failures}"] if self.failures else []
-        return "\n".join(lines)
+        return to_text(self)
 
 
-def _collapse(names: Sequence[str]) -> list[str]:
-    """Repeated layers as one name: model.layers.0.norm, model.layers.1.norm -> model.layers.*.norm."""
-    patterns = (".".join("*" if part.isdecimal() else part for part in name.split(".")) for name in names)
-    return [pattern or "(the model)" for pattern in dict.fromkeys(patterns)]
+def _refuse_in_backward(what: str) -> None:
+    import torch
+
+    # Checkpointing runs forwards again inside backward; with another kernel they would no longer be the same forwards.
+    if torch._C._current_graph_task_id() != -1:
+        raise BindError(
+            f"kernels cannot be {what} during backward, where activations may be recomputed: do it between steps"
+        )
 
 
-def _identity(offer: Offer) -> str:
-    """What a kernel is, in a fingerprint: its distribution and version, or the code of a process-local function."""
-    if offer.distribution != PROCESS_LOCAL:
-        return f"{offer.selector}=={offer.version}"
-    return f"{offer.selector}=={source_name(offer.spec.target)}#{_digest(code_of(offer.spec.target))}"
+def _version(distribution: str) -> str:
+    """The installed version, or an empty string."""
+    from importlib.metadata import PackageNotFoundError, version
 
-
-def _digest(data: Any) -> str:
-    import hashlib
-    import json
-
-    return hashlib.sha256(json.dumps(data).encode()).hexdigest()[:16]
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return ""

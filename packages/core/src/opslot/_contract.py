@@ -44,7 +44,8 @@ class OpContract:
     degenerate. `tolerances` are per dtype name ("float32"). `fields` are further names of the config field besides
     the op and `<op>_implementation`; `prefix` may stand before every value of it ("fused_"). `aliases` are other
     "op/variant" names of this contract. `activation` is the function that the maths applies: a slot that names its
-    module's activation is refused when that one computes something else.
+    module's activation is refused when that one computes something else. `runs_when` says what a model must be asked
+    for before it computes this op at all ("it gets labels"), for those who wonder why a kernel did not run.
     """
 
     op: str
@@ -57,6 +58,7 @@ class OpContract:
     prefix: str = ""
     aliases: tuple[str, ...] = ()
     activation: Target | None = None
+    runs_when: str = ""
 
     def __post_init__(self) -> None:
         check_strings(f"contract {self}: fields", self.fields)

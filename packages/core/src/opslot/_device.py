@@ -1,10 +1,11 @@
 """Devices: what kernels run on, and the kinds that tell them apart."""
 
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ._errors import OpslotError, SpecError
+from ._errors import OpslotError, SpecError, nearest
 from ._target import Target, check_target, load_target
 
 if TYPE_CHECKING:
@@ -25,6 +26,21 @@ class Device:
     arch: str = ""
     name: str = ""
 
+    @classmethod
+    def parse(cls, text: str) -> "Device":
+        """The device that "kind", "kind:arch" or "kind:arch:name" describes; it need not be here.
+
+        Whether there is such a kind is judged by `Registry.target`.
+        """
+        kind, colon, rest = text.partition(":") if isinstance(text, str) else ("", "", "")
+        arch, _, name = rest.partition(":")
+        good = f"such as {', '.join(_target(kind) for kind in CORE_KINDS)}"
+        if arch.isdecimal():
+            raise OpslotError(f"target {text!r}: {arch} counts a device; a target has an architecture, {good}")
+        if not re.fullmatch(r"[A-Za-z]\w*", kind) or (colon and not re.fullmatch(r"[\w.+-]+", arch)):
+            raise OpslotError(f"target {text!r}: expected a kind and an architecture, {good}")
+        return cls(kind, arch, name)
+
     def __str__(self) -> str:
         detail = ", ".join(part for part in (self.arch, self.name) if part)
         return f"{self.kind} ({detail})" if detail else self.kind
@@ -35,27 +51,46 @@ class DeviceKind:
     """How to recognise one kind of device.
 
     `torch_type` is the `torch.device.type` under which its devices appear. `probe(index)` returns `(arch, name)` of
-    that device, or None when the device is not of this kind; it may import torch.
+    that device, or None when the device is not of this kind; it may import torch. `example` is one such arch: when
+    given, the others begin with the same letters, and a target is held to that.
     """
 
     name: str
     torch_type: str
     probe: Target
+    example: str = ""
 
     def __post_init__(self) -> None:
-        if not isinstance(self.name, str) or not isinstance(self.torch_type, str):
-            raise SpecError(f"DeviceKind: name and torch_type must be strings, got {self.name!r}, {self.torch_type!r}")
+        if not all(isinstance(text, str) for text in (self.name, self.torch_type, self.example)):
+            raise SpecError(f"DeviceKind: name, torch_type and example must be strings, got {self!r}")
         check_target(self.probe, f"device kind {self.name!r}")
+
+
+def parse_target(text: str, kinds: Iterable[DeviceKind]) -> Device:
+    """The device of another machine, "cuda:sm_90". Raises `OpslotError` unless it is of one of the kinds."""
+    device = Device.parse(text)
+    known = {kind.name: kind for kind in kinds}
+    if device.kind not in known:
+        raise OpslotError(
+            f"target {text!r}: unknown kind {device.kind!r}{nearest(device.kind, known)}; "
+            f"known: {', '.join(_target(known[name]) for name in sorted(known))}"
+        )
+    example = known[device.kind].example
+    if device.arch and not device.arch.startswith(_letters(example)):
+        raise OpslotError(f"target {text!r}: an architecture of kind {device.kind!r} looks like {example}")
+    return device
+
+
+def is_present(device: "torch.device") -> bool:
+    count = _count(device)
+    return count is None or (device.index or 0) < count
 
 
 def describe(device: "torch.device", kinds: Iterable[DeviceKind]) -> Device:
     """The `Device` of a torch device. Raises `OpslotError` when it is not there, or no kind recognises it."""
-    import torch
-
-    count = getattr(getattr(torch, device.type, None), "device_count", None)
-    if count is not None and (device.index or 0) >= count():
+    if not is_present(device):
         raise OpslotError(
-            f"device {str(device)!r} is not present: torch sees {count()} devices of type {device.type!r}"
+            f"device {str(device)!r} is not present: torch sees {_count(device)} devices of type {device.type!r}"
         )
     for kind in kinds:
         if kind.torch_type == device.type:
@@ -73,12 +108,31 @@ def current_device(kinds: Iterable[DeviceKind]) -> Device:
 
     if importlib.util.find_spec("torch") is None:
         return Device("cpu", name="torch is not installed")
-    import torch
+    try:
+        import torch
+    except (ImportError, OSError, RuntimeError) as error:  # of torch, or of a vendor's library that torch loads itself
+        raise OpslotError(f"torch cannot be imported: {error} (see `opslot doctor`)") from error
 
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None:
         return describe(torch.device("cpu"), kinds)
     return describe(torch.device(accelerator.type, torch.accelerator.current_device_index()), kinds)
+
+
+def _count(device: "torch.device") -> int | None:
+    """How many devices of this type torch sees; None where it does not count them."""
+    import torch
+
+    count: Callable[[], int] | None = getattr(getattr(torch, device.type, None), "device_count", None)
+    return None if count is None else count()
+
+
+def _target(kind: DeviceKind) -> str:
+    return f"{kind.name}:{kind.example}" if kind.example else kind.name
+
+
+def _letters(arch: str) -> str:
+    return re.split(r"\d", arch)[0]
 
 
 def _probe_cuda(index: int) -> tuple[str, str] | None:
@@ -123,9 +177,9 @@ def _probe_cpu(index: int) -> tuple[str, str] | None:
 
 
 CORE_KINDS = (
-    DeviceKind(name="cuda", torch_type="cuda", probe=_probe_cuda),
-    DeviceKind(name="rocm", torch_type="cuda", probe=_probe_rocm),
-    DeviceKind(name="npu", torch_type="npu", probe=_probe_npu),
+    DeviceKind(name="cuda", torch_type="cuda", probe=_probe_cuda, example="sm_90"),
+    DeviceKind(name="rocm", torch_type="cuda", probe=_probe_rocm, example="gfx942"),
+    DeviceKind(name="npu", torch_type="npu", probe=_probe_npu, example="Ascend910B3"),
     DeviceKind(name="xpu", torch_type="xpu", probe=_probe_xpu),
     DeviceKind(name="mps", torch_type="mps", probe=_probe_mps),
     DeviceKind(name="cpu", torch_type="cpu", probe=_probe_cpu),

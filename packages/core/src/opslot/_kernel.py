@@ -6,6 +6,7 @@ from enum import IntEnum
 
 from ._device import Device
 from ._errors import SpecError
+from ._installed import Installed
 from ._requires import Requires, check_strings
 from ._target import Target, check_target
 
@@ -13,7 +14,7 @@ EAGER = "eager"
 AUTO = "auto"
 
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_.-]*")
-_DTYPE = re.compile(r"(b?float|u?int|complex)\d+\w*")
+_DTYPE = re.compile(r"b?float\d+\w*")
 
 
 class Priority(IntEnum):
@@ -36,9 +37,11 @@ class KernelSpec:
     """One implementation of one `(op, variant)`.
 
     `target` is the function, or "module:attr" which is imported when the kernel is first bound. `aliases` are other
-    config values that mean this kernel. `dtypes` limits the dtype of the parameters it reads ("bfloat16"), empty means
-    any. `backward`, `compile`, `cuda_graphs`, `deterministic` and `batch_invariant` are claims: what a spec does not
-    claim is not promised.
+    config values that mean this kernel. `dtypes` are the floating dtypes that it takes ("bfloat16"), empty means any;
+    at bind those of the module's parameters are judged, at each call that of the first floating argument. `nested` is
+    for a kernel that chooses among implementations itself: a function, or "module:attr", that returns the name of the
+    one that runs here ("triton", "cutedsl"), for reports and fingerprints. `backward`, `compile`, `cuda_graphs`,
+    `deterministic` and `batch_invariant` are claims: what a spec does not claim is not promised.
     """
 
     op: str
@@ -47,6 +50,7 @@ class KernelSpec:
     target: Target
     aliases: tuple[str, ...] = ()
     requires: Requires = field(default_factory=Requires)
+    nested: Target | None = None
     dtypes: tuple[str, ...] = ()
     backward: bool = True
     compile: bool = False
@@ -64,7 +68,7 @@ class KernelSpec:
         check_strings(f"kernel {self}: dtypes", self.dtypes)
         for dtype in self.dtypes:
             if not _DTYPE.fullmatch(dtype):
-                raise SpecError(f"kernel {self}: {dtype!r} is not torch's name of a dtype, such as 'bfloat16'")
+                raise SpecError(f"kernel {self}: {dtype!r} is not torch's name of a floating dtype, such as 'bfloat16'")
         if not isinstance(self.priority, Priority):
             raise SpecError(f"kernel {self}: priority must be a Priority, got {self.priority!r}")
         for name in (self.name, *self.aliases):
@@ -75,12 +79,22 @@ class KernelSpec:
         if not isinstance(self.requires, Requires):
             raise SpecError(f"kernel {self}: requires must be a Requires, got {self.requires!r}")
         check_target(self.target, f"kernel {self}")
+        if self.nested is not None:
+            check_target(self.nested, f"kernel {self}: nested")
 
-    def unmet(self, device: Device, dtypes: tuple[str, ...] = ()) -> tuple[str, ...]:
-        """Why this kernel cannot run on `device` for parameters of `dtypes`; empty when it can."""
-        refused = sorted(set(dtypes) - set(self.dtypes)) if self.dtypes else []
-        limit = (f"takes {' or '.join(self.dtypes)} parameters, not {', '.join(refused)}",) if refused else ()
-        return self.requires.unmet(device) + limit
+    def unmet(
+        self, device: Device, dtypes: tuple[str, ...] = (), installed: Installed | None = None
+    ) -> tuple[str, ...]:
+        """Why this kernel cannot run on `device` for parameters of `dtypes`; empty when it can.
+
+        `installed` are the packages to judge by, those of this environment when None.
+        """
+        return self.requires.unmet(device, installed) + self.refused(dtypes)
+
+    def refused(self, dtypes: tuple[str, ...]) -> tuple[str, ...]:
+        """Why this kernel does not take `dtypes`; empty when it does."""
+        others = sorted(set(dtypes) - set(self.dtypes)) if self.dtypes else []
+        return (f"takes {' or '.join(self.dtypes)}, not {', '.join(others)}",) if others else ()
 
     def __str__(self) -> str:
         return f"{self.op}/{self.variant}:{self.name}"

@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from ._contract import OpContract
@@ -28,7 +29,8 @@ def obstacle(module: "torch.nn.Module", attribute: str, contract: OpContract) ->
 def parameter_dtypes(module: "torch.nn.Module") -> tuple[str, ...]:
     """The floating dtypes of the module's own parameters, or else of the first below it."""
     own = [p for p in module._parameters.values() if p is not None and p.is_floating_point()]
-    parameters = own or [p for p in module.parameters() if p.is_floating_point()][:1]
+    # The first and no more: the model itself is asked too, for its losses.
+    parameters = own or islice((p for p in module.parameters() if p.is_floating_point()), 1)
     return tuple(sorted({str(p.dtype).removeprefix("torch.") for p in parameters}))
 
 

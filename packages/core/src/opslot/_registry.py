@@ -1,13 +1,13 @@
 """The registry: which contracts and kernels there are, and which kernel a name means."""
 
-import functools
 from collections.abc import Callable, Iterable
 from dataclasses import KW_ONLY, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ._backend import Backend
+from ._catalog import distribution_of
 from ._contract import Key, OpContract
-from ._device import Device, DeviceKind, current_device, describe
+from ._device import Device, DeviceKind, current_device, describe, is_present, parse_target
 from ._distributions import normal
 from ._errors import (
     BackendError,
@@ -19,8 +19,13 @@ from ._errors import (
     UnknownOp,
     nearest,
 )
+from ._installed import Installed
 from ._kernel import AUTO, EAGER, KernelSpec, Priority
+from ._limits import forward_only, limited
 from ._target import check_kernel, code_of, load_target, source_name
+
+if TYPE_CHECKING:
+    import torch
 
 PROCESS_LOCAL = "process-local"
 
@@ -172,31 +177,51 @@ class Registry:
                     f"{who} failed to load: {type(record.error).__name__}: {record.error}"
                 ) from record.error
         valid = [EAGER, AUTO, *(o.spec.name for o in offers)]
-        raise UnknownKernel(
-            f"no kernel {name!r} for {contract}{nearest(name, valid)}; known: {_list(valid)}{self.missing()}"
-        )
+        absent = distribution_of(contract.op, names[-1])
+        hint = f"; {absent} brings one: pip install {absent}" if absent else nearest(name, valid)
+        raise UnknownKernel(f"no kernel {name!r} for {contract}{hint}; known: {_list(valid)}{self.missing()}")
 
-    def choose(self, op: str, variant: str, name: str, device: Device, dtypes: tuple[str, ...] = ()) -> Choice:
+    def choose(
+        self,
+        op: str,
+        variant: str,
+        name: str,
+        device: Device,
+        dtypes: tuple[str, ...] = (),
+        installed: Installed | None = None,
+    ) -> Choice:
         """What `name` means on `device` for a module whose parameters are of `dtypes`.
 
+        `installed` are the packages of another machine, `Installed.read("uv.lock")`; None means those here.
         Raises `KernelUnavailable` with every reason for an explicit name that cannot run.
         """
         if name == EAGER:
             return Choice(None, "asked for")
         if name == AUTO:
-            return self._auto(op, variant, device, dtypes)
+            return self._auto(op, variant, device, dtypes, installed)
+        if name == (prefix := self.contract(op, variant).prefix).rstrip("_") and prefix:
+            # A prefix alone once meant "the fused kernel of this machine"; unlike auto, it never means eager.
+            choice = self._auto(op, variant, device, dtypes, installed)
+            if choice.offer is None:
+                raise KernelUnavailable(
+                    f"{name!r} for {op}/{variant} needs a kernel, and there is none: {choice.reason}"
+                )
+            return Choice(choice.offer, f"{name!r} is deprecated, name the kernel or write auto; {choice.reason}")
         offer = self.offer(op, variant, name)
-        reasons = offer.spec.unmet(device, dtypes)
+        reasons = _unmet(offer, device, dtypes, installed)
         if reasons:
+            here = "here" if installed is None else f"with {installed}"
             raise KernelUnavailable(
-                f"kernel {name!r} for {op}/{variant} cannot run here: {'; '.join(reasons)}. "
-                f"Usable here: {_list(self.list_available(op, variant, device, dtypes))}"
+                f"kernel {name!r} for {op}/{variant} cannot run {here}: {'; '.join(reasons)}. "
+                f"Usable {here}: {_list(self.list_available(op, variant, device, dtypes, installed))}"
             )
         return Choice(offer, "asked for")
 
-    def _auto(self, op: str, variant: str, device: Device, dtypes: tuple[str, ...]) -> Choice:
+    def _auto(
+        self, op: str, variant: str, device: Device, dtypes: tuple[str, ...], installed: Installed | None
+    ) -> Choice:
         offers = self.offers(op, variant)
-        why_not = {o.selector: "; ".join(o.spec.unmet(device, dtypes)) for o in offers}
+        why_not = {o.selector: "; ".join(_unmet(o, device, dtypes, installed)) for o in offers}
         ranked = [o for o in offers if _automatic(o.spec) and not why_not[o.selector]]
         if ranked:
             best = max(o.spec.priority for o in ranked)
@@ -209,11 +234,40 @@ class Registry:
         return Choice(None, f"auto: {', '.join(reasons)}")
 
     def load(self, offer: Offer) -> Callable[..., Any]:
-        """Import the kernel and check that it can be called as its contract says. Raises `TargetError`."""
-        owner = f"kernel {offer.spec} of {offer.distribution}"
-        kernel = load_target(offer.spec.target, owner)
-        check_kernel(kernel, self.contract(offer.spec.op, offer.spec.variant).signature(), owner)
-        return kernel if offer.spec.backward else _forward_only(kernel, owner)
+        """Import the kernel and check that it can be called as its contract says. Raises `TargetError`.
+
+        A kernel whose spec limits devices or dtypes, or has no backward, comes wrapped: a call outside these limits
+        raises `KernelUnavailable`.
+        """
+        spec = offer.spec
+        owner = f"kernel {spec} of {offer.distribution}"
+        kernel = load_target(spec.target, owner)
+        check_kernel(kernel, self.contract(spec.op, spec.variant).signature(), owner)
+        if not spec.backward:
+            kernel = forward_only(kernel, owner)
+        if spec.requires.devices or spec.requires.archs or spec.dtypes:
+            kernel = limited(kernel, lambda device, dtype: self._refusal(offer, device, dtype))
+        return kernel
+
+    def _refusal(self, offer: Offer, device: "torch.device", dtype: "torch.dtype") -> str:
+        """Why the loaded kernel cannot take a tensor of this device and dtype; empty when it can."""
+        spec, dtypes, usable = offer.spec, (str(dtype).removeprefix("torch."),), ""
+        if device.type == "meta" or not is_present(device):  # a tensor without data, traced for another machine
+            reasons = spec.refused(dtypes)
+        else:
+            try:
+                there = self.describe(device)
+            except OpslotError as error:  # no kind knows such devices
+                reasons = (str(error),)
+            else:
+                reasons = spec.unmet(there, dtypes)
+                usable = f" (usable there: {_list(self.list_available(spec.op, spec.variant, there, dtypes))})"
+        if not reasons:
+            return ""
+        return (
+            f"kernel {spec} of {offer.distribution} was called with a {dtypes[0]} tensor on {device}: "
+            f"{'; '.join(reasons)}. Move or cast the tensor, or bind another kernel, {spec.op}: eager{usable}"
+        )
 
     def resolve(self, op: str, variant: str, name: str, device: Device | None = None) -> Callable[..., Any] | None:
         """The callable that `name` means on `device` (default: the present one). None for eager.
@@ -224,11 +278,16 @@ class Registry:
         return None if offer is None else self.load(offer)
 
     def list_available(
-        self, op: str, variant: str = "standard", device: Device | None = None, dtypes: tuple[str, ...] = ()
+        self,
+        op: str,
+        variant: str = "standard",
+        device: Device | None = None,
+        dtypes: tuple[str, ...] = (),
+        installed: Installed | None = None,
     ) -> list[str]:
         """The names that `resolve` takes on `device`: "eager" first, then each kernel that is usable there."""
         device = device or self.current_device()
-        usable = [o for o in self.offers(op, variant) if not o.spec.unmet(device, dtypes)]
+        usable = [o for o in self.offers(op, variant) if not _unmet(o, device, dtypes, installed)]
         names = [o.spec.name for o in usable]
         return [EAGER, *(o.spec.name if names.count(o.spec.name) == 1 else o.selector for o in usable)]
 
@@ -246,6 +305,13 @@ class Registry:
         except (RuntimeError, TypeError) as error:
             raise OpslotError(f"device {device!r}: {error}") from error
         return describe(wanted, self._kinds.values())
+
+    def target(self, text: str) -> Device:
+        """The `Device` of another machine from "cuda:sm_90", "rocm:gfx942", "npu:Ascend910B3", "cpu", ...
+
+        Raises `OpslotError` for a kind that no installed backend brings, or an architecture that is none of its kind.
+        """
+        return parse_target(text, self._kinds.values())
 
     def failures(self) -> str:
         """One sentence that names the backends which failed to load, or nothing."""
@@ -281,23 +347,20 @@ def _names(spec: KernelSpec) -> set[str]:
     return {spec.name, *spec.aliases}
 
 
+def _unmet(offer: Offer, device: Device, dtypes: tuple[str, ...], installed: Installed | None) -> tuple[str, ...]:
+    """Why the kernel cannot run; for another machine also that its backend is not there as it is here."""
+    reasons = offer.spec.unmet(device, dtypes, installed)
+    if installed is None or offer.distribution == PROCESS_LOCAL:
+        return reasons
+    # A lock file gives no version to a project's own sources.
+    stated = offer.version and "" not in installed.versions(offer.distribution)
+    absent = installed.lacks(f"{offer.distribution}=={offer.version}" if stated else offer.distribution)
+    return (absent, *reasons) if absent else reasons
+
+
 def _automatic(spec: KernelSpec) -> bool:
     """`auto` chooses for training: not what is meant to be chosen by name, nor what has no backward."""
     return spec.priority > Priority.BY_NAME and spec.backward
-
-
-def _forward_only(kernel: Callable[..., Any], owner: str) -> Callable[..., Any]:
-    """The kernel, refusing to run where a gradient would be lost: without a backward nothing upstream would train."""
-    import torch
-
-    @functools.wraps(kernel)
-    def checked(*args: Any, **kwargs: Any) -> Any:
-        tensors = (a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor))
-        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
-            raise KernelUnavailable(f"{owner} has no backward: call it under torch.no_grad(), or choose another kernel")
-        return kernel(*args, **kwargs)
-
-    return checked
 
 
 def _origin(spec: KernelSpec) -> str:

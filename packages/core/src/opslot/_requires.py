@@ -1,15 +1,11 @@
 """What a kernel needs in order to run."""
 
 import re
-import sys
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from ._device import Device
 from ._errors import SpecError
-
-if TYPE_CHECKING:
-    from packaging.requirements import Requirement
+from ._installed import Environment, Installed, parse_requirement
 
 # What most packages look like. Right without asking packaging, whose import costs more than the rest of discovery.
 _RANGE = r"(?:>=|<=|==|!=|>|<)\d+(?:\.\d+)*"
@@ -24,8 +20,9 @@ class Requires:
     `devices`: kinds ("cuda", "rocm", "npu", ...); empty means any.
     `archs`: each an exact name ("sm_90", "gfx942"), a prefix ("Ascend910B*") or a range of a numbered family, ends
     included ("sm_80..", "sm_80..sm_90"); empty means any. One match is enough.
-    `packages`: distributions with version ranges, as in PEP 508 ("liger-kernel>=0.8.5,<0.9").
-    `modules`: top-level modules that must be importable, where no distribution name says so.
+    `packages`: distributions with version ranges ("liger-kernel>=0.8.5,<0.9"), without markers, extras or URLs.
+    `modules`: top-level modules that must be importable, where no distribution name says so. A lock file cannot tell
+    whether they are there, so a kernel that names one is never usable in an answer for another machine.
     """
 
     devices: tuple[str, ...] = ()
@@ -42,18 +39,22 @@ class Requires:
                 raise SpecError(f"Requires.archs: {arch!r} is not a range like 'sm_80..' or 'sm_80..sm_90'")
         for package in self.packages:
             if not _PLAIN.fullmatch(package):
-                _requirement(package)
+                parse_requirement(package)
 
-    def unmet(self, device: Device) -> tuple[str, ...]:
-        """The reasons why these requirements do not hold on `device` in this environment; empty when they do."""
+    def unmet(self, device: Device, installed: Installed | None = None) -> tuple[str, ...]:
+        """The reasons why these requirements do not hold on `device`; empty when they do.
+
+        `installed` are the packages to judge by, those of this environment when None.
+        """
+        installed = installed or Environment()
         reasons = []
         if self.devices and device.kind not in self.devices:
             reasons.append(f"needs a {' or '.join(self.devices)} device, this is {device}")
         elif self.archs and not any(_matches(arch, device.arch) for arch in self.archs):
-            reasons.append(f"needs architecture {' or '.join(self.archs)}, this is {device}")
-        reasons += [reason for reason in map(_missing_package, self.packages) if reason]
-        reasons += [f"needs the module {name!r}" for name in self.modules if not _importable(name)]
-        return tuple(reasons)
+            unknown = "" if device.arch else ", whose architecture is not known"
+            reasons.append(f"needs architecture {' or '.join(self.archs)}, this is {device}{unknown}")
+        reasons += [*map(installed.lacks, self.packages), *map(installed.lacks_module, self.modules)]
+        return tuple(filter(None, reasons))
 
 
 def check_strings(what: str, value: object) -> None:
@@ -68,32 +69,3 @@ def _matches(wanted: str, arch: str) -> bool:
         return arch.startswith(wanted[:-1]) if wanted.endswith("*") else arch == wanted
     number = re.fullmatch(re.escape(span["family"]) + r"(\d+)[a-z]?", arch)
     return number is not None and int(span["low"]) <= int(number[1]) <= int(span["high"] or number[1])
-
-
-def _missing_package(text: str) -> str:
-    import importlib.metadata
-
-    requirement = _requirement(text)
-    try:
-        found = importlib.metadata.version(requirement.name)
-    except importlib.metadata.PackageNotFoundError:
-        return f"needs {text}, which is not installed (pip install '{text}')"
-    if requirement.specifier.contains(found, prereleases=True):
-        return ""
-    return f"needs {text}, {found} is installed (pip install '{text}')"
-
-
-def _requirement(text: str) -> "Requirement":
-    from packaging.requirements import InvalidRequirement, Requirement
-
-    try:
-        return Requirement(text)
-    except InvalidRequirement as error:
-        raise SpecError(f"Requires.packages: {text!r} is not a PEP 508 requirement: {error}") from error
-
-
-def _importable(name: str) -> bool:
-    import importlib.util
-
-    top = name.partition(".")[0]
-    return top in sys.modules or importlib.util.find_spec(top) is not None

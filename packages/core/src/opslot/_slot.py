@@ -5,7 +5,7 @@ import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from ._errors import BindError, KernelUnavailable
+from ._errors import BindError, KernelUnavailable, OpslotError
 from ._kernel import EAGER
 from ._registry import PROCESS_LOCAL, Offer
 
@@ -98,15 +98,16 @@ class OpSlot:
         if problem is None:
             weight: torch.Tensor = linear.weight  # type: ignore[assignment]
             return weight
+        where = f"{self._declared_in}: " if self._declared_in else ""
         raise BindError(
-            f"{self!r} would read the weight of {type(linear).__name__}, which {problem}: what its forward adds would "
-            f"be lost. Choose {self.op}: eager"
+            f"{where}{self!r} would read the weight of {type(linear).__name__}, which {problem}: what its forward adds "
+            f"would be lost. Choose {self.op}: eager"
         )
 
     @staticmethod
     def weight_obstacle(linear: Any) -> str | None:
         """Why the weight of this layer alone is not all that its call would use, or None."""
-        from torch import Tensor, nn
+        from torch import nn
 
         if not isinstance(linear, nn.Linear) or type(linear).forward is not nn.Linear.forward:
             return "is not a plain nn.Linear"
@@ -117,11 +118,20 @@ class OpSlot:
         if linear.bias is not None:
             return "has a bias"
         weight = linear.weight
-        if type(weight) is not Tensor and type(weight) is not nn.Parameter:
-            return f"has a weight of type {type(weight).__name__}"
+        if problem := OpSlot.tensor_obstacle(weight):
+            return f"has a weight {problem}"
         if weight.dim() != 2 or weight.numel() == 0:
             return f"has a weight of shape {tuple(weight.shape)}, as a sharded parameter does"
         return None
+
+    @staticmethod
+    def tensor_obstacle(weight: "torch.Tensor") -> str | None:
+        """Why the memory of this weight may not hold its values, as that of a quantised or sharded one, or None."""
+        from torch import Tensor, nn
+
+        if type(weight) is not Tensor and type(weight) is not nn.Parameter:
+            return f"of type {type(weight).__name__}"
+        return None if weight.is_floating_point() else f"of {weight.dtype}"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "OpSlot":
         return self.bound_to(self.kernel, self.offer)
@@ -132,13 +142,31 @@ class OpSlot:
                 f"{self!r} holds a process-local kernel, which no other process can find: unbind() before pickling, "
                 "or publish the kernel as a backend"
             )
-        selector = self.offer.selector if self.offer else EAGER
-        return _restore, (self.op, self.variant, self.activation, self.check, self._declared_in, selector)
+        selector, version = (self.offer.selector, self.offer.version) if self.offer else (EAGER, "")
+        return _restore, (self.op, self.variant, self.activation, self.check, self._declared_in, selector, version)
 
 
-def _restore(op: str, variant: str, activation: Any, check: Any, declared_in: str, selector: str) -> OpSlot:
+def _restore(
+    op: str, variant: str, activation: Any, check: Any, declared_in: str, selector: str, version: str
+) -> OpSlot:
+    """A slot as it was pickled. Another version of its kernel runs with a warning, an absent kernel is an error."""
     slot = OpSlot(op, variant, activation=activation, check=check)
-    slot.bind(selector)
+    try:
+        slot.bind(selector)
+    except OpslotError as error:
+        raise type(error)(
+            f"a slot {op}/{variant} was pickled with kernel {selector} {version}, which cannot be bound here: {error}. "
+            "Install what it needs, or save the state dict, or the model after Binding.unbind(), and bind where it is "
+            "loaded"
+        ) from error
+    if slot.offer is not None and slot.offer.version != version:
+        import warnings
+
+        warnings.warn(
+            f"a slot {op}/{variant} was pickled with kernel {selector} {version} and runs {slot.offer.version} here; "
+            "install that version for the same results, or call opslot.bind again to choose anew",
+            stacklevel=2,
+        )
     slot._declared_in = declared_in
     return slot
 
@@ -152,9 +180,15 @@ def guard_forward(slot: str, *attributes: str) -> Callable[[_Class], _Class]:
         @guard_forward("moe_experts_op", "gate_up_proj", "down_proj")
         @use_experts_implementation
         class Experts(nn.Module): ...
+
+    A parametrised attribute, as LoRA on parameters makes it, is passed as what the parametrisation gives. One that a
+    kernel would misread raises `BindError` at the call, so also when it is quantised after bind.
     """
 
     def decorate(cls: _Class) -> _Class:
+        from torch import Tensor
+        from torch.nn import Parameter
+
         upstream = cls.forward  # type: ignore[attr-defined]
 
         @functools.wraps(upstream)
@@ -165,10 +199,23 @@ def guard_forward(slot: str, *attributes: str) -> Callable[[_Class], _Class]:
             if kwargs:
                 args = inspect.signature(upstream).bind(self, *args, **kwargs).args[1:]
             for attribute in attributes:
-                args += (getattr(self, attribute),)
+                value = getattr(self, attribute)
+                if (type(value) is not Parameter or not value.is_floating_point()) and isinstance(value, Tensor):
+                    _require_plain(value, self, slot, attribute)
+                args += (value,)
             return kernel(*args)
 
         cls.forward = forward  # type: ignore[attr-defined]
         return cls
 
     return decorate
+
+
+def _require_plain(weight: "torch.Tensor", module: Any, slot: str, attribute: str) -> None:
+    problem = OpSlot.tensor_obstacle(weight)
+    if problem is not None:
+        op = getattr(module, slot).op
+        raise BindError(
+            f"{type(module).__name__}.{slot} would read {attribute}, which is {problem}: the kernel would compute with "
+            f"what is stored there. Choose {op}: eager"
+        )

@@ -10,6 +10,7 @@ from typing import Any, cast
 import torch
 from opslot import BindError, Binding, OpsConfig, bind, registry
 
+from ._attention import choosing_attention
 from ._families import families
 from .adoption import plan_swaps
 
@@ -44,8 +45,8 @@ def adopt(
     `ops` and `device` are those of `opslot.bind`. Raises `BindError` when nothing in the model has a generated class,
     or something has patched upstream's, and what `opslot.bind` raises. After an error the model is as it was.
     """
-    config = OpsConfig.parse(ops)
-    config.select(registry())
+    config = OpsConfig.effective(ops)
+    config.rules(registry())
     swaps = plan_swaps(model)
     if not swaps and not any(_is_generated(module) for module in model.modules()):
         raise BindError(
@@ -56,7 +57,8 @@ def adopt(
             undo.callback(swap.undo)
             swap.do()
         if config.attn_implementation is not None:
-            undo.callback(_set_attention(model, config.attn_implementation))
+            with choosing_attention(config):
+                undo.callback(_set_attention(model, config.attn_implementation))
         adoption = Adoption(bind(model, config, device=device), tuple(swap.name for swap in swaps), tuple(_left(model)))
         undo.pop_all()
     return adoption

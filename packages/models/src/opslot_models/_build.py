@@ -8,6 +8,7 @@ import torch
 from opslot import BindError, OpsConfig, OpslotError, bind, registry
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
+from ._attention import choosing_attention
 from ._families import generated_module
 
 # Where a checkpoint lies: the config must come from the same place as the weights.
@@ -35,21 +36,22 @@ def build_foundation_model(
     Raises `OpslotError` for a model type that is not generated, or a checkpoint that does not fill the model: weights
     that are missing would stay random without any later error.
     """
-    ops = OpsConfig.parse(ops_implementation)
+    ops = OpsConfig.effective(ops_implementation)
     if ops.attn_implementation is not None:
         kwargs["attn_implementation"] = ops.attn_implementation
     if dtype is not None:
         kwargs["dtype"] = dtype
     # Judged before minutes go into weights.
-    ops.select(registry())
+    ops.rules(registry())
     if device is not None:
         registry().describe(device)
     model: Any
-    if isinstance(config_or_path, PreTrainedConfig):
-        model = _model_class(config_or_path, architecture)._from_config(config_or_path, **kwargs)
-    else:
-        config = AutoConfig.from_pretrained(config_or_path, **{k: v for k, v in kwargs.items() if k in _HUB})
-        model = _load(_model_class(config, architecture), str(config_or_path), kwargs)
+    with choosing_attention(ops):
+        if isinstance(config_or_path, PreTrainedConfig):
+            model = _model_class(config_or_path, architecture)._from_config(config_or_path, **kwargs)
+        else:
+            config = AutoConfig.from_pretrained(config_or_path, **{k: v for k, v in kwargs.items() if k in _HUB})
+            model = _load(_model_class(config, architecture), str(config_or_path), kwargs)
     model.opslot_binding = bind(model, ops, device=device)
     built: PreTrainedModel = model
     return built

@@ -2,9 +2,11 @@
 
 import sys
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from opslot import BindError, OpSlot
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
@@ -16,6 +18,16 @@ def adopt_backbone(head: torch.nn.Module) -> None:
     """Give the backbone of a generic head its generated classes: `AutoModel` has just built upstream's."""
     for swap in plan_swaps(head):
         swap.do()
+
+
+def no_hub_kernels(model: PreTrainedModel, use_kernels: bool, *args: Any, **kwargs: Any) -> None:
+    """In place of `set_use_kernels`, which replaces the forwards in which the guards stand."""
+    if use_kernels:
+        raise BindError(
+            f"use_kernels would replace forwards inside {type(model).__name__}, and kernels bound there would never "
+            "run. Choose kernels with opslot, or use_kernels on a model from transformers"
+        )
+    PreTrainedModel.set_use_kernels(model, use_kernels, *args, **kwargs)
 
 
 def own_loss(model: PreTrainedModel) -> str | None:
@@ -30,6 +42,16 @@ def loss_obstacle(model: PreTrainedModel) -> str | None:
     """Why no fused loss may be bound: the loss is the user's own, or the head does more than its weight says."""
     head = OpSlot.weight_obstacle(model.get_output_embeddings())
     return own_loss(model) or (f"its head {head}" if head else None)
+
+
+def experts_obstacle(experts: torch.nn.Module) -> str | None:
+    """Why no kernel may be bound to read these experts' weights, or None. What FSDP shards is whole at the call."""
+    for name in ("gate_up_proj", "down_proj"):
+        weight = getattr(experts, name)
+        problem = None if isinstance(weight, DTensor) else OpSlot.tensor_obstacle(weight)
+        if problem:
+            return f"its {name} is {problem}"
+    return None
 
 
 @dataclass(frozen=True)
@@ -63,6 +85,11 @@ def plan_swaps(model: torch.nn.Module) -> tuple[Swap, ...]:
         Swap(name, module, type(module), pairs[type(module)]) for name, module in modules if type(module) in pairs
     )
     for swap in swaps:
+        if getattr(swap.module, "_use_kernels", False):
+            raise BindError(
+                f"{swap.name or swap.upstream.__name__} runs under use_kernels, which replaces the forwards that call "
+                "opslot's kernels: build it without"
+            )
         if "forward" in vars(swap.module):
             raise BindError(
                 f"{swap.name or swap.upstream.__name__} has a forward of its own ({vars(swap.module)['forward']!r}), "

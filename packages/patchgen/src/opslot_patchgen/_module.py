@@ -10,6 +10,7 @@ from opslot_patchgen._spec import ForwardGuard, ModelSpec, RegionGuard, Slot
 from opslot_patchgen._tree import Definition, Tree
 
 _ADOPT = "opslot_models.adoption:adopt_backbone"
+_NO_HUB_KERNELS = "opslot_models.adoption:no_hub_kernels"
 _ESCAPE = re.compile(r"(^|\.)AutoModel\w*\.(_?from_config|from_pretrained)$")
 
 
@@ -61,7 +62,7 @@ def _our_imports(tree: Tree, spec: ModelSpec, has_heads: bool) -> list[Edit]:
         needed["opslot"].add("guard_forward")
     references = {guard.slot.check for guard in spec.guards if guard.slot.check}
     references |= {name for guard in spec.guards if isinstance(guard, RegionGuard) for name in guard.uses}
-    for reference in references | ({_ADOPT} if has_heads else set()):
+    for reference in references | {_NO_HUB_KERNELS} | ({_ADOPT} if has_heads else set()):
         module, _, name = reference.partition(":")
         needed.setdefault(module, set()).add(name)
     for names in needed.values():
@@ -98,12 +99,17 @@ def _slots(tree: Tree, spec: ModelSpec) -> list[Edit]:
 
 
 def _identity(tree: Tree) -> list[Edit]:
-    """transformers takes a class from another package for custom code: no router init, no checkpoint conversion."""
+    """What the classes are to transformers.
+
+    It takes a class from another package for custom code, with no router init and no checkpoint conversion; and its hub
+    kernels replace forwards, guards and all.
+    """
     bases = [found for found in tree.classes() if "PreTrainedModel" in tree.bases(found)]
     if not bases:
         raise TargetGone(f"{tree.source.path}: no class derives from PreTrainedModel")
-    _require_unused(tree, "is_custom_code")
-    return [_in_class(tree, base, "is_custom_code = classmethod(lambda cls: False)  # opslot") for base in bases]
+    _require_unused(tree, "is_custom_code", "set_use_kernels")
+    lines = ("is_custom_code = classmethod(lambda cls: False)", "set_use_kernels = no_hub_kernels")
+    return [_in_class(tree, base, *(f"{line}  # opslot" for line in lines)) for base in bases]
 
 
 def _adopting_head(tree: Tree, head: Definition) -> Edit:

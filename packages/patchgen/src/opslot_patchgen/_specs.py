@@ -1,8 +1,12 @@
-"""A package of specs: one module per family, named for it, each with a `SPEC`."""
+"""A package of specs: one module per family, named for it, each with a `SPEC`. Others begin with an underscore."""
 
 import importlib.util
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 
 from opslot_patchgen._errors import SpecError
 from opslot_patchgen._source import package_folder
@@ -10,6 +14,8 @@ from opslot_patchgen._spec import ModelSpec
 
 # What running a module of plain data can raise, apart from our own SpecError.
 _BROKEN = (ImportError, SyntaxError, NameError, TypeError, AttributeError)
+# What a folder of specs is called while it is loaded.
+_PACKAGE = "_opslot_specs"
 
 
 @dataclass(frozen=True)
@@ -32,11 +38,25 @@ def load_specs(package: str) -> SpecPackage:
     paths = [path for path in sorted(folder.glob("*.py")) if not path.name.startswith("_")]
     if not paths:
         raise SpecError(f"{folder}: no specs")
-    return SpecPackage(package, folder, tuple(_load(path) for path in paths))
+    with _as_package(folder):
+        return SpecPackage(package, folder, tuple(_load(path) for path in paths))
+
+
+@contextmanager
+def _as_package(folder: Path) -> Iterator[None]:
+    """Inside, `from ._shared import ...` works between the specs of `folder`: it is a package without parents."""
+    package = ModuleType(_PACKAGE)
+    package.__path__ = [str(folder)]
+    sys.modules[_PACKAGE] = package
+    try:
+        yield
+    finally:
+        for name in [name for name in sys.modules if name.partition(".")[0] == _PACKAGE]:
+            del sys.modules[name]
 
 
 def _load(path: Path) -> ModelSpec:
-    located = importlib.util.spec_from_file_location(f"_opslot_spec_{path.stem}", path)
+    located = importlib.util.spec_from_file_location(f"{_PACKAGE}.{path.stem}", path)
     assert located is not None
     assert located.loader is not None
     module = importlib.util.module_from_spec(located)

@@ -129,4 +129,6 @@ CONTRACT = OpContract(
     # are rounded once each. These meet in the sum of eight at the largest element, since it is the target's own "- 1"
     # that dominates a gradient and this has no error.
     tolerances=tolerances(roundings=8, terms=1025),
+    runs_when="the model gets labels while gradients are recorded; a trainer that computes the loss itself (label "
+    "smoothing, compute_loss_func) takes the labels away",
 )

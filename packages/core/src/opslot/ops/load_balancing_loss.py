@@ -112,4 +112,5 @@ CONTRACT = OpContract(
     # Probabilities are rounded, then the gradient p * (g - sum p g) of their softmax, whose two terms partly cancel.
     # Where they cancel wholly what remains is a rounding of p * g, and g is at most E * (E / N) with N >= 10 tokens.
     tolerances=tolerances(roundings=6, terms=1025, noise=1),
+    runs_when="the model returns router logits (output_router_logits=True)",
 )

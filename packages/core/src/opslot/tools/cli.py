@@ -8,10 +8,14 @@ from typing import Any
 
 from opslot import AUTO, Device, OpContract, OpslotError, Registry, registry
 from opslot._target import plain_signature
-from opslot.tools import backends
+from opslot.tools import backends, diff, doctor, resolve
 from opslot.tools.output import print_json, print_table
 
-EXIT_CODES = "exit codes: 0 done; 1 an error, or a backend that failed to load (backends); 2 wrong usage"
+EXIT_CODES = (
+    "exit codes: 0 done, or no difference (diff); 1 an error, a backend that failed to load (backends), a choice that "
+    "cannot be (resolve), a difference (diff), or a problem that was found (doctor); 2 wrong usage, or a file that "
+    "cannot be compared (diff)"
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -32,6 +36,9 @@ def _parser() -> argparse.ArgumentParser:
         ("list", _list, "every op, its kernels, and why one cannot run here"),
         ("backends", backends.run, "the installed backends, and what failed to load"),
         ("explain", _explain, "one op: its maths, its config fields, its kernels"),
+        ("resolve", resolve.run, "what a configuration means on a machine, or the explicit form of it"),
+        ("diff", diff.run, "what differs between two bindings written by Binding.to_json()"),
+        ("doctor", doctor.run, "what is wrong with this environment, and what to do about it"),
     ):
         command = commands.add_parser(name, help=text, description=text, epilog=EXIT_CODES)
         command.add_argument("--json", action="store_true", help="print JSON")
@@ -40,6 +47,11 @@ def _parser() -> argparse.ArgumentParser:
             command.add_argument("op", metavar="OP[/VARIANT]", help="an op, one variant of it, or its config field")
         elif name == "backends":
             backends.add_check(command)
+        elif name == "resolve":
+            resolve.add_arguments(command)
+        elif name == "diff":
+            command.add_argument("a", metavar="A.json")
+            command.add_argument("b", metavar="B.json")
     return parser
 
 

@@ -74,7 +74,7 @@ def _run(options: argparse.Namespace) -> int:
         if folder.resolve() == (options.output / "checkpoint").resolve():
             raise OpslotError(f"--model {options.model} is where the new checkpoint would go: choose another --output")
     # Judged before torch and transformers take their seconds to import.
-    ops = OpsConfig.parse(options.ops)
+    ops = OpsConfig.effective(options.ops)
     missing = [name for name in ("accelerate", "matplotlib") if find_spec(name) is None]
     if missing:
         raise OpslotError(f"{' and '.join(missing)} not installed: pip install 'opslot-models[train]'")
@@ -114,7 +114,7 @@ def _run(options: argparse.Namespace) -> int:
         (job.output / "binding.json").write_text(run.binding.to_json(), encoding="utf-8")
         difference = reload_difference(run, checkpoint, windows)
     if not options.no_compare:
-        eager = train(job, OpsConfig.parse("eager"), windows, "eager")
+        eager = train(job, ops, windows, "eager", unbound=True)
         curves["eager"], seconds["eager"] = eager.losses, eager.seconds_per_step
     if not first:
         return 0

@@ -55,7 +55,7 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 from transformers.models.qwen3_moe.configuration_qwen3_moe import Qwen3MoeConfig
 from opslot import OpSlot, guard_forward  # opslot
-from opslot_models.adoption import adopt_backbone, loss_obstacle, own_loss  # opslot
+from opslot_models.adoption import adopt_backbone, experts_obstacle, loss_obstacle, no_hub_kernels, own_loss  # opslot
 
 
 def rotate_half(x):
@@ -230,7 +230,7 @@ class Qwen3MoeMLP(nn.Module):
 @use_experts_implementation
 class Qwen3MoeExperts(nn.Module):
     """Collection of expert weights stored as 3D tensors."""
-    moe_experts_op = OpSlot("moe_experts", "standard", activation="act_fn")  # opslot
+    moe_experts_op = OpSlot("moe_experts", "standard", activation="act_fn", check=experts_obstacle)  # opslot
 
     def __init__(self, config):
         super().__init__()
@@ -378,6 +378,7 @@ class Qwen3MoeDecoderLayer(GradientCheckpointingLayer):
 @auto_docstring
 class Qwen3MoePreTrainedModel(PreTrainedModel):
     is_custom_code = classmethod(lambda cls: False)  # opslot
+    set_use_kernels = no_hub_kernels  # opslot
     config: Qwen3MoeConfig
     base_model_prefix = "model"
     supports_gradient_checkpointing = True

@@ -1,0 +1,336 @@
+"""The proof that kernels ran, in eager and compiled code."""
+
+import opslot
+import pytest
+import torch
+from opslot import Backend, BindError, OpSlot, bind
+from torch.utils.checkpoint import checkpoint
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def model(scale_class):
+    return torch.nn.Sequential(*(scale_class() for _ in range(3)))
+
+
+@pytest.fixture
+def binding(known, model):
+    return bind(model, {"scale": "fast"}, device="cpu", registry=known)
+
+
+def reasons(proof, **kwargs):
+    return [miss.reason for miss in proof.misses(**kwargs)]
+
+
+def step(model, x=None):
+    model(torch.ones(4) if x is None else x).sum().backward()
+
+
+def test_each_module_is_counted_for_itself_and_everything_is_put_back(binding, model):
+    slots = [module.scale_op for module in model]
+    hooks = [dict(module._forward_pre_hooks) for module in model]
+    with binding.proof() as proof:
+        step(model)
+        model[1](torch.ones(4))
+    proof.check()
+    assert list(proof.counts().values()) == [(1, 1), (2, 1), (1, 1)]
+    assert [module.scale_op for module in model] == slots
+    assert [dict(module._forward_pre_hooks) for module in model] == hooks
+    step(model)
+    assert list(proof.counts().values()) == [(1, 1), (2, 1), (1, 1)]
+    assert binding.verify() == ()
+
+
+def test_gradients_and_results_are_those_without_a_proof(known, scale_class):
+    results = []
+    for proving in (False, True):
+        model = scale_class()
+        binding = bind(model, {"scale": "fast"}, device="cpu", registry=known)
+        x = torch.arange(4.0, requires_grad=True)
+        with binding.proof() if proving else torch.enable_grad():
+            out = model(x)
+            out.sum().backward()
+        results.append((out.detach(), x.grad, model.weight.grad))
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one, other)
+
+
+WAYS = [("aot_eager", how, when) for how in ("wrapped", "in place", "regional") for when in ("before", "inside")]
+
+
+@pytest.mark.parametrize(
+    ("backend", "how", "when"), [*WAYS, pytest.param("inductor", "wrapped", "before", marks=pytest.mark.slow)]
+)
+def test_compiled(binding, model, backend, how, when):
+    def compiled():
+        if how == "wrapped":
+            return torch.compile(model, backend=backend, fullgraph=True)
+        for module in model if how == "regional" else [model]:
+            module.compile(backend=backend, fullgraph=True)
+        return model
+
+    if when == "before":
+        runs = compiled()
+        step(runs)
+    with binding.proof() as proof:
+        step(compiled() if when == "inside" else runs)
+    proof.check()
+    assert list(proof.counts().values()) == [(1, 1)] * 3
+
+
+def test_a_compiled_model_goes_back_to_the_graph_without_counting(binding, model):
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(model, backend=counter, fullgraph=True)
+    frames = []
+    for proving in (False, True, False):
+        with binding.proof() if proving else torch.enable_grad():
+            step(compiled)
+            step(compiled)
+        frames.append(counter.frame_count)
+    assert frames == [1, 2, 2]
+
+
+def test_layers_alike_are_compiled_once_in_a_proof_too(binding, model):
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    counter = CompileCounterWithBackend("aot_eager")
+    for module in model:
+        module.compile(backend=counter, fullgraph=True)
+    with binding.proof() as proof:
+        step(model, torch.ones(4, requires_grad=True))
+    proof.check()
+    assert counter.frame_count == 2  # the input is a leaf, what follows it is not
+
+
+def test_a_graph_without_guards_is_missed_and_not_passed(binding, model):
+    options = {"guard_filter_fn": torch.compiler.skip_all_guards_unsafe}
+    compiled = torch.compile(model, backend="eager", options=options)
+    step(compiled)
+    with binding.proof() as proof:
+        step(compiled)
+    with pytest.raises(BindError, match="3 slots were not seen to run their kernel") as caught:
+        proof.check()
+    message = str(caught.value)
+    assert "scale/standard -> fast: no kernel of this binding ran" in message
+    assert "it ran a graph that does not look at the slots" in message
+    assert message.endswith("[{0-2}]")
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointing_counts_at_least_once(binding, model, compiled, reentrant):
+    def run(x):
+        for module in model:
+            x = checkpoint(module, x, use_reentrant=reentrant)
+        return x.sum()
+
+    if compiled:
+        run = torch.compile(run, backend="aot_eager")
+    with binding.proof() as proof:
+        run(torch.ones(4, requires_grad=True)).backward()
+    proof.check()
+    assert all(forward >= 1 and backward == 1 for forward, backward in proof.counts().values())
+
+
+def test_a_model_may_change_a_result_in_place(binding, model):
+    with binding.proof() as proof:
+        loss = model(torch.ones(4))
+        loss += 1
+        loss.sum().backward()
+    proof.check()
+
+
+def test_what_was_missed_and_why(known, model, scale_class):
+    binding = bind(model, {"scale": "fast"}, device="cpu", registry=known)
+    with binding.proof() as proof:
+        step(model[0])
+        with torch.no_grad():
+            model[1](torch.ones(4))
+    assert reasons(proof) == [
+        "it ran only without gradients (no_grad, inference_mode), so there was no backward",
+        "its module was never called",
+    ]
+    assert str(proof.misses()[1]) == "2 (scale/standard -> fast): its module was never called"
+    assert len(proof.misses(backward=False)) == 1
+    with binding.proof() as proof:
+        model(torch.ones(4))
+    assert len(proof.misses()) == 3
+    assert all("no gradient came back through its result: backward was not called" in r for r in reasons(proof))
+    with binding.proof() as proof:
+        pass
+    assert all("no kernel of this binding ran" in reason for reason in reasons(proof))
+    with binding.proof() as proof:
+        step(model)
+        model[2] = scale_class()
+    proof.check()  # it ran
+    with binding.proof() as proof:
+        step(model)
+    assert reasons(proof) == ["the module was replaced or removed after bind"]
+
+
+def test_modules_that_are_called_but_not_their_kernel(known, make_contract, make_kernel):
+    asked = make_contract("asked", runs_when="the model is asked to")
+    known.add(Backend(api=1, contracts=(asked,), kernels=(make_kernel(op="asked"),)), "more")
+
+    class Sometimes(torch.nn.Module):
+        plain_op = OpSlot("scale")
+        asked_op = OpSlot("asked")
+
+        def forward(self, x, ask=False):
+            if ask and torch.is_grad_enabled():
+                return self.asked_op(x, x)
+            return self.plain_op(x, x) if ask is None else x
+
+    model = torch.nn.ModuleList([Sometimes(), Sometimes()])
+    binding = bind(model, {"scale": "fast", "asked": "fast"}, device="cpu", registry=known)
+    x = torch.ones(1, requires_grad=True)
+    with binding.proof() as proof:
+        model[0](x)
+        model[1](x, ask=True).backward()
+        model[1](x, ask=None).backward()
+    assert reasons(proof) == [
+        "its module was called, but not the kernel",
+        "its module was called, but not the kernel. It runs when the model is asked to",
+    ]
+    with binding.proof() as proof:
+        with torch.no_grad():
+            model[0](x, ask=True)
+        model[1](x, ask=True).backward()
+        model[1](x, ask=None).backward()
+    assert reasons(proof)[1] == (
+        "its module was called only without gradients (no_grad), and did not call the kernel. It runs when the model "
+        "is asked to"
+    )
+
+
+def test_no_gradient_is_due_behind_what_does_not_train(binding, model):
+    model[0].weight.requires_grad_(False)
+    with binding.proof() as proof:
+        step(model)
+    proof.check()
+    assert list(proof.counts().values()) == [(1, 0), (1, 1), (1, 1)]
+
+
+def test_a_kernel_that_loses_the_gradient_is_caught(known, make_kernel, scale_class):
+    def lost(x, weight, factor=2.0):
+        return (x * weight * factor).detach()
+
+    known.register(make_kernel("lost", target=lost))
+    model = torch.nn.Sequential(scale_class(), scale_class())
+    model[0].scale_op = OpSlot("scale")  # stays out of it
+    binding = bind(model[1], {"scale": "lost"}, device="cpu", registry=known)
+    with binding.proof() as proof:
+        (model(torch.ones(4)) + model[0].weight).sum().backward()
+    assert reasons(proof) == [
+        "its result carries no gradient although an input requires one: training would stop there"
+    ]
+
+
+def test_a_kernel_without_backward_is_proven_by_its_forward(known, make_kernel, scale_class):
+    known.register(make_kernel("infer", backward=False))
+    model = scale_class()
+    binding = bind(model, {"scale": "infer"}, device="cpu", registry=known)
+    with binding.proof() as proof, torch.inference_mode():
+        model(torch.ones(4))
+    proof.check()
+    assert list(proof.counts().values()) == [(1, 0)]
+
+
+def pair(x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return x * weight, x + weight
+
+
+@pytest.mark.parametrize("backend", [None, "aot_eager"])
+def test_results_that_are_tuples(known, make_contract, make_kernel, backend):
+    known.add(
+        Backend(
+            api=1,
+            contracts=(
+                opslot.OpContract(
+                    op="pair", variant="standard", summary="two", reference=pair, samples=pair, tolerances={}
+                ),
+            ),
+            kernels=(make_kernel("two", "pair", target=pair),),
+        ),
+        "more",
+    )
+
+    class Pair(torch.nn.Module):
+        pair_op = OpSlot("pair")
+
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.ones(4))
+
+        def forward(self, x):
+            return self.pair_op.kernel(x, self.weight)[0]
+
+    model = Pair()
+    binding = bind(model, {"pair": "two"}, device="cpu", registry=known)
+    run = model if backend is None else torch.compile(model, backend=backend, fullgraph=True)
+    with binding.proof() as proof:
+        step(run)
+    proof.check()
+    assert list(proof.counts().values()) == [(1, 1)]
+
+
+@pytest.mark.parametrize(
+    ("result", "kind"), [(None, "NoneType"), (1.0, "float"), ((torch.ones(4),), "tuple[Tensor]"), ([], "list")]
+)
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_kernel_that_returns_something_else_raises_at_the_call(
+    known, make_kernel, scale_class, result, kind, compiled
+):
+    known.register(make_kernel("odd", target=lambda x, weight, factor=2.0: result))
+    model = scale_class()
+    binding = bind(model, {"scale": "odd"}, device="cpu", registry=known)
+    run = torch.compile(model, backend="eager") if compiled else model
+    with pytest.raises(BindError) as caught, binding.proof():
+        run(torch.ones(4))
+    expected = f"the model (scale/standard -> odd): the kernel returned {kind}, its contract's reference returns Tensor"
+    assert expected in str(caught.value)
+    assert model.scale_op.kernel(torch.ones(4), torch.ones(4)) is result  # put back all the same
+
+
+def test_one_proof_at_a_time_and_none_on_meta(known, binding, model, scale_class):
+    with binding.proof():
+        with pytest.raises(BindError, match="another proof of this binding is running"), binding.proof():
+            pass
+        assert binding.verify() == ()
+    with pytest.raises(RuntimeError, match="stop"), binding.proof():
+        raise RuntimeError("stop")
+    with binding.proof() as proof:
+        step(model)
+    proof.check()
+    empty = scale_class().to("meta")
+    with pytest.raises(BindError, match="the model is on meta"):
+        bind(empty, {"scale": "fast"}, device="cpu", registry=known).proof().__enter__()
+
+
+def test_slots_bound_again_or_unbound_are_left_alone(known, binding, model):
+    with binding.proof() as proof:
+        step(model)
+        bind(model, {"scale": "slow"}, device="cpu", registry=known)
+    proof.check()
+    assert model[0].scale_op.offer.spec.name == "slow"
+    with binding.proof() as proof:
+        step(model)
+    assert reasons(proof) == ["the slot was bound again or unbound"] * 3
+    binding.apply()
+    with binding.proof():
+        binding.unbind()
+    assert all(module.scale_op.kernel is None for module in model)
+
+
+def test_eager_slots_have_nothing_to_prove(known, model):
+    binding = bind(model, "eager", device="cpu", registry=known)
+    with binding.proof() as proof:
+        step(model)
+    proof.check()
+    assert proof.counts() == {}
