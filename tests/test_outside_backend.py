@@ -89,6 +89,13 @@ def test_the_outside_backend_is_found_and_explained(fresh):
     assert "relu(x)^2" in fresh("opslot", "explain", "relu_squared")
 
 
+def test_the_check_finds_nothing_wrong_with_any_wheel(fresh):
+    for distribution in ("opslot", "opslot-backend-acme", "opslot-backend-torch"):
+        out = fresh("opslot", "backends", "check", distribution)
+        assert "not checked" not in out
+        assert out.endswith("\n0 problems\n")
+
+
 def test_its_own_tests_pass(fresh):
     tests = ROOT / "examples/acme-backend/tests"
     assert " passed" in fresh("python", "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tests))

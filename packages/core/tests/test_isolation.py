@@ -381,6 +381,7 @@ opslot.registry()
     assert "opslot's own metadata (its dist-info folder) is not on the path" in site.python("-c", code, code=1)
 
 
+@pytest.mark.slow
 def test_errors_for_users_do_not_depend_on_asserts():
     """The suites of the errors once more under -O; pytest rewrites the tests' own asserts, so these still count."""
     import subprocess

@@ -134,6 +134,7 @@ def test_the_frozen_wheel_is_the_one_that_was_published():
         assert archive.read(source.relative_to(DATA / "frozen/src").as_posix()) == source.read_bytes(), source
 
 
+@pytest.mark.slow
 def test_a_backend_of_api_version_1_loads_binds_and_runs_from_its_wheel(site):
     """A wheel on the path is a zip, so neither module nor metadata is a file."""
     code = """
@@ -174,6 +175,7 @@ print("frozen ran")
     assert site.python("-c", code, PYTHONPATH=str(FROZEN)).splitlines()[-1] == "frozen ran"
 
 
+@pytest.mark.slow
 def test_opslot_in_a_zip_with_a_backend_finds_lists_and_binds(site, tmp_path):
     """As zipapp bundles what `pip install --target` wrote: modules and metadata."""
     archive = tmp_path / "application.pyz"
