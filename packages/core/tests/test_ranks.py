@@ -121,7 +121,10 @@ def test_three_ranks_agree_or_all_of_them_raise():
         assert [agree, again, late, afterwards] == [""] * 4
         assert "the ranks chose different kernels" in differ
         assert "ranks 0,2: choice" in differ
-        assert "scale/standard: fast acme 2.0  [asked for: scale in variable OPSLOT_OPS of rank 0]" in differ
+        assert (
+            "scale/standard: fast acme 2.0  [asked for: scale in variable OPSLOT_OPS of rank 0]  (the model)  code:"
+            in differ
+        )
         assert "scale/standard: slow acme 2.0  [asked for: scale in variable OPSLOT_OPS of rank 1]" in differ
         assert "ranks 2 of 3 did not arrive in time (3 s)" in too_late
         assert "ranks 0 of 3 did not arrive in time (3 s)" in without_0

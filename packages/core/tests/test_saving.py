@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 MODULE = """
 import torch
 from opslot import Backend, KernelSpec, OpContract, OpSlot
@@ -65,6 +67,7 @@ except opslot.UnknownOp as error:
 """
 
 
+@pytest.mark.slow
 def test_a_bound_model_survives_copies_files_and_processes(tmp_path):
     (tmp_path / "saved_model.py").write_text(MODULE)
     info = tmp_path / "saved-1.0.dist-info"

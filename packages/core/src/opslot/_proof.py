@@ -40,10 +40,10 @@ class Miss:
 class Proof:
     """Counts, while its `with` block runs, how often each slot of a binding ran its kernel. Made by `Binding.proof`.
 
-    Inside the block every module that has a kernel holds a counting one, so compiled code is compiled again, once on
-    entry and once after, and every result is copied: prove one step, not a training. The counts come from operations in
-    the graph itself, hence from what ran and not from what was traced. Not seen is what runs a graph that no longer
-    looks at the slots (exported, or compiled with its guards skipped): such slots are missed, never passed.
+    Inside the block every module that has a kernel holds a counting one, so compiled code is compiled again there, and
+    every result is copied: prove one step, not a training. The counts come from operations in the graph itself, hence
+    from what ran and not from what was traced. Not seen is what runs a graph that no longer looks at the slots
+    (exported, or compiled with its guards skipped): such slots are missed, never passed.
 
     A kernel is proven when it ran at least once and, unless its spec claims no backward, a gradient came back through
     its result whenever one of its inputs required one. A kernel that returns something else than its contract's

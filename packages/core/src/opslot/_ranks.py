@@ -7,7 +7,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from ._errors import BindError
-from ._report import collapse, grouped
+from ._report import collapse, grouped, kernel_text
 
 if TYPE_CHECKING:
     from ._binding import Binding
@@ -92,10 +92,13 @@ def _judge(store: Any, keys: Sequence[str]) -> dict[str, Any]:
 
 
 def _detail(binding: "Binding") -> str:
-    """What a rank chose and why: the reasons name the field or variable that differs."""
+    """What a rank chose and why: the reasons name the field or variable that differs, the sources an edited kernel."""
+    sources = {
+        (f"{row.op}/{row.variant}", kernel_text(row)): f"  {row.source[:23]}" for row in binding.rows if row.source
+    }
     lines = [f"choice {binding.fingerprint} on {binding.device}"]
     for (op, kernel, reason), modules in grouped(binding.rows).items():
-        lines.append(f"    {op}: {kernel}  [{reason}]  {', '.join(collapse(modules))}")
+        lines.append(f"    {op}: {kernel}  [{reason}]  {', '.join(collapse(modules))}{sources.get((op, kernel), '')}")
     return "\n".join(lines)
 
 
