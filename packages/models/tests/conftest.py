@@ -19,7 +19,7 @@ COMMON = {
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"num_hidden_layers": 2, "mlp_bias": True, "attention_bias": True},
     "qwen3": {
-        "num_hidden_layers": 3,
+        "num_hidden_layers": 2,
         "use_sliding_window": True,
         "sliding_window": 8,
         "max_window_layers": 1,
