@@ -73,7 +73,8 @@ def generate(folder: Path) -> None:
 def run(folder: Path, code: str) -> str:
     environment = {key: value for key, value in os.environ.items() if not key.startswith(("OPSLOT_", "PYTHON"))}
     # What is installed is compiled, whatever this shell forbids Python to write.
-    environment |= {"PYTHONPATH": str(folder), "PYTHONPYCACHEPREFIX": str(folder / "compiled")}
+    path = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment |= {"PYTHONPATH": path, "PYTHONPYCACHEPREFIX": str(folder / "compiled")}
     command = [sys.executable, "-c", code]
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
 

@@ -73,6 +73,7 @@ def meetings_on_gpus(rank):
     time.sleep(8 if rank else 0)
     yield raised(made("fast", "code"), 3)
     dist.all_reduce(torch.ones(1, device="cuda"))
+    torch.cuda.synchronize()  # rank 0 has the store, and must not leave before
 
 
 def the_rank_with_the_store_is_gone(rank):

@@ -78,7 +78,7 @@ def bind(
         source = planner.provenance(slot)
         rows.append(Row.of(site.names[0], site.attribute, site.contract, choice.offer, reason, source))
         writes.append(Write(site.module, site.attribute, slot, planner.original(site), site.contract))
-    failures = registry.failures().removeprefix(". ")
+    failures = registry.missing().removeprefix(". ")
     binding = Binding(model, judged, tuple(rows), tuple(writes), rules.unused, failures, attention)
     binding.apply()
     _log(binding)

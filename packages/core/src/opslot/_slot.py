@@ -200,7 +200,8 @@ def guard_forward(slot: str, *attributes: str) -> Callable[[_Class], _Class]:
                 args = inspect.signature(upstream).bind(self, *args, **kwargs).args[1:]
             for attribute in attributes:
                 value = getattr(self, attribute)
-                if (type(value) is not Parameter or not value.is_floating_point()) and isinstance(value, Tensor):
+                # What nearly all are, told apart without a call: this runs at each forward.
+                if (type(value) is not Parameter or not value.dtype.is_floating_point) and isinstance(value, Tensor):
                     _require_plain(value, self, slot, attribute)
                 args += (value,)
             return kernel(*args)
