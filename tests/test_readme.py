@@ -43,13 +43,19 @@ def test_the_table_is_fresh():
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("command", re.findall(r"`(opslot(?:-train|-patchgen)? [a-z]+[^`]*)`", README))
+def commands():
+    """Every command of ours that the documentation shows, in text or after a prompt."""
+    texts = [README, *(path.read_text(encoding="utf-8") for path in sorted((ROOT / "docs").glob("*.md")))]
+    found = (re.findall(r"(?:`|^\$ )(opslot(?:-train)? [a-z-][^`\n]*)", text, re.MULTILINE) for text in texts)
+    return sorted({command for each in found for command in each})
+
+
+@pytest.mark.parametrize("command", commands())
 def test_every_command_in_the_text_parses(command):
     import importlib
 
     name, *arguments = command.split()
     modules = {"opslot": "opslot.tools.cli", "opslot-train": "opslot_models.train.cli"}
-    arguments = [argument for argument in arguments if argument.islower() or argument.startswith("--")]
     parser = importlib.import_module(modules[name])._parser()
     if name == "opslot":
         parser.parse_args(arguments)
