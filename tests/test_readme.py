@@ -46,8 +46,11 @@ def test_the_table_is_fresh():
 def commands():
     """Every command of ours that the documentation shows, in text or after a prompt."""
     texts = [README, *(path.read_text(encoding="utf-8") for path in sorted((ROOT / "docs").glob("*.md")))]
-    found = (re.findall(r"(?:`|^\$ )(opslot(?:-train)? [a-z-][^`\n]*)", text, re.MULTILINE) for text in texts)
-    return sorted({command for each in found for command in each})
+    found = (
+        re.findall(r"`(opslot(?:-train)? [a-z-][^`]*)`|^\$ (opslot(?:-train)? .*)", text, re.MULTILINE)
+        for text in texts
+    )
+    return sorted({" ".join((inline or shown).split()) for each in found for inline, shown in each})
 
 
 @pytest.mark.parametrize("command", commands())
