@@ -1,14 +1,18 @@
 """What the documentation shows works: its code runs, its commands exist, its table is fresh."""
 
+import logging
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
-from opslot import OpsConfig, registry
+from opslot import OpsConfig, bind, registry
 from opslot._catalog import distribution_of, op_of_field
+from opslot_models import build_foundation_model
+from transformers import Qwen3Config
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -64,6 +68,38 @@ def test_every_command_in_the_text_parses(command):
         parser.parse_args(arguments)
     else:
         assert {a for a in arguments if a.startswith("--")} <= set(parser._option_string_actions)
+
+
+def test_the_code_and_the_yaml_of_the_users_guide_run(monkeypatch):
+    text = (ROOT / "docs/using.md").read_text(encoding="utf-8")
+    monkeypatch.chdir(ROOT)  # one block reads uv.lock
+    (choices,) = blocks("yaml", text)
+    config = Qwen3Config(
+        vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=8,
+    )  # fmt: skip
+    said = yaml.safe_load(choices)
+    del said["moe_implementation"]  # a dense model, and `strict`
+    model = build_foundation_model(config, said, device="cpu")
+    tokens = torch.ones(1, 4, dtype=torch.long)
+    seen = []
+    names = {
+        "logging": logging,
+        "model": model,
+        "binding": model.opslot_binding,
+        "batch": {"input_ids": tokens, "labels": tokens},
+        "tracker": type("Tracker", (), {"log": seen.append}),
+    }
+    logger = logging.getLogger("opslot")
+    handlers, level = list(logger.handlers), logger.level
+    try:
+        for block in blocks("python", text):
+            exec(compile(block, "docs/using.md", "exec"), names)
+        bind(model, "eager", device="cpu")
+    finally:
+        logger.handlers[:] = handlers
+        logger.setLevel(level)
+    assert [each["schema"] for each in seen] == [1]
 
 
 def test_the_table_of_veomnis_fields_is_what_opslot_knows():
