@@ -217,6 +217,11 @@ def test_bound_gives_back_what_was_there(model, known):
     assert not any("scale_op" in vars(module) for module in model.modules())
     with pytest.raises(opslot.UnknownKernel), bound(model, {"scale": "nothing"}, device="cpu", registry=known):
         pass
+    with pytest.raises(BindError, match=r"3 is not a torch\.nn\.Module"), bound(3, registry=known):
+        pass
+    with bound(model, {"scale": "fast"}, device="cpu", registry=known):
+        bind(model, {"scale": "slow"}, device="cpu", registry=known)
+    assert not any("scale_op" in vars(module) for module in model.modules())
 
 
 def test_binding_while_activations_are_recomputed_is_refused(model, known):

@@ -29,6 +29,7 @@ def test_what_is_offered_is_passed_on(config, how, monkeypatch):
     binding = choose(how, config, {"attn_implementation": "eager"})
     assert binding._model.config._attn_implementation == binding.attention == binding.to_dict()["attention"] == "eager"
     assert "attention: eager, run by transformers" in str(binding)
+    assert binding.config().attn_implementation == "eager"
     monkeypatch.setenv("OPSLOT_OPS", "attn_implementation=flex_attention")
     binding = choose(how, config, {"attn_implementation": "eager"})
     assert binding._model.config._attn_implementation == "flex_attention"

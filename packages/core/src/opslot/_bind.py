@@ -55,8 +55,6 @@ def bind(
     Binding again replaces what an earlier binding wrote. Raises an `OpslotError` and leaves the model as it was when a
     name is unknown, an explicitly chosen kernel cannot run on the device, or a module cannot use it.
     """
-    if not hasattr(model, "named_modules"):
-        raise BindError(f"{model!r} is not a torch.nn.Module")
     registry = registry or default_registry()
     config = OpsConfig.effective(ops)
     sites = list(_sites(model, registry))
@@ -96,9 +94,10 @@ def bound(
     try:
         yield binding
     finally:
-        binding.unbind()
         for module, attribute, slot in before:
-            if slot is not None:
+            if slot is None:
+                vars(module).pop(attribute, None)
+            else:
                 vars(module)[attribute] = slot
 
 
@@ -215,6 +214,8 @@ class _Planner:
 
 
 def _sites(model: "torch.nn.Module", registry: Registry) -> Iterator[_Site]:
+    if not hasattr(model, "named_modules"):
+        raise BindError(f"{model!r} is not a torch.nn.Module")
     names: dict[torch.nn.Module, list[str]] = {}
     for name, module in canonical_modules(model):
         names.setdefault(module, []).append(name)

@@ -218,7 +218,14 @@ class Binding:
             for selector, names in kernels.items():
                 for name in names if selector != common else ():
                     modules.setdefault(name, {})[f"{op}/{variant}"] = selector
-        return OpsConfig(choices=choices, modules=modules, default=EAGER, strict=True, origin="Binding.config()")
+        return OpsConfig(
+            choices=choices,
+            modules=modules,
+            default=EAGER,
+            attn_implementation=self.attention or None,
+            strict=True,
+            origin="Binding.config()",
+        )
 
     def assert_same_on_all_ranks(self, timeout: float = 60.0) -> None:
         """Raise `BindError` on every rank of the default process group unless all ranks made the same choice.
