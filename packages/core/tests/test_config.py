@@ -200,6 +200,12 @@ def test_a_toml_or_json_file_that_cannot_be_right(tmp_path, name, text, problem)
         ({"modules": {"a..b": {"scale": "fast"}}}, r"got 'a\.\.b'"),
         ({"modules": {1: {"scale": "fast"}}}, "got 1: "),
         ({"modules": {"a": {"default": "eager"}}}, "default cannot be chosen per module, got it for 'a'"),
+        ({"modules": {"a": {"strict": True}}}, "strict cannot be chosen per module"),
+        (
+            {"ops_implementation": {}, "strict": True},
+            "'strict' stands beside `ops_implementation:` and belongs into it",
+        ),
+        ({"model": {"config_path": "x"}}, "`model:` has no `ops_implementation:`"),
         ({"modules": {"a": {"attn_implementation": "sdpa"}}}, "attn_implementation cannot be chosen per module"),
         ({"modules": {"a": {"scale": None}}}, "code: modules 'a': scale must be the name of a kernel, got None"),
         ({"strict": "yes"}, "strict must be true or false, got 'yes'"),
@@ -227,7 +233,10 @@ def test_the_environment_wins_over_code_and_code_over_a_file(tmp_path, known, mo
         OpsConfig.from_environment()
     monkeypatch.setenv("OPSLOT_OPS", " scale/other=eager, default=auto ")
     config = OpsConfig.from_environment().over(code)
-    assert (config.default, config.attn_implementation) == ("auto", "sdpa")
+    assert config.setting("default") == ("auto", "OPSLOT_OPS")
+    assert config.setting("attn_implementation") == ("sdpa", str(path))
+    with pytest.raises(ConfigError, match=r"OPSLOT_OPS was laid over code, which one mapping may not be able to say"):
+        config.to_dict()
     last = {rule.key: (rule.kernel, rule.origin) for rule in config.rules(known)}
     assert last == {("scale", "standard"): ("fast", "code"), ("scale", "other"): ("eager", "OPSLOT_OPS")}
     assert [r.origin for r in config.rules(known)] == [str(path)] * 2 + ["code", "OPSLOT_OPS"]
@@ -257,7 +266,5 @@ def test_a_kernel_of_an_absent_distribution_is_no_typo():
     }
     with pytest.raises(opslot.UnknownKernel, match="no kernel 'flaa' for chunk_gated_delta_rule, an op without"):
         OpsConfig.parse({"chunk_gated_delta_rule": "flaa"}).rules(opslot.registry())
-    with pytest.raises(
-        opslot.UnknownKernel, match=r"opslot-backend-quack brings one: pip install opslot-backend-quack"
-    ):
+    with pytest.raises(opslot.UnknownKernel, match="opslot-backend-quack would bring it, and is not installed"):
         opslot.registry().offer("moe_experts", "standard", "fused_quack")

@@ -8,6 +8,7 @@ import opslot
 import pytest
 import torch
 from opslot import Backend, Device, DeviceKind, KernelUnavailable, Priority, Requires, bind
+from opslot._limits import forward_only
 from torch._dynamo.testing import CompileCounter
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -216,3 +217,20 @@ def test_a_compiled_call_outside_the_limits_says_so(limited_model, fullgraph):
 def test_a_copied_model_keeps_its_limits(limited_model):
     with pytest.raises(KernelUnavailable, match="not float16"):
         copy.deepcopy(limited_model)(torch.ones(4, dtype=torch.float16))
+
+
+def test_keywords_are_looked_at_in_the_order_of_the_contract(known, make_kernel):
+    kernel = loaded(known, make_kernel, dtypes=("bfloat16",))
+    half, full = torch.ones(2, dtype=torch.bfloat16), torch.ones(2)
+    kernel(weight=full, x=half)
+    with pytest.raises(KernelUnavailable, match="float32 tensor"):
+        kernel(weight=half, x=full)
+
+
+def test_a_gradient_inside_a_tuple_is_one_too():
+    forward = forward_only(lambda logits, top_k: logits[0].sum(), "kernel x")
+    leaf = torch.ones(2, requires_grad=True)
+    with pytest.raises(KernelUnavailable, match="kernel x has no backward"):
+        forward((torch.ones(2), leaf), 2)
+    with torch.no_grad():
+        assert forward((leaf,), 2) == 2

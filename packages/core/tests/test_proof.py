@@ -1,9 +1,13 @@
 """The proof that kernels ran, in eager and compiled code."""
 
+import copy
+from typing import NamedTuple
+
 import opslot
 import pytest
 import torch
 from opslot import Backend, BindError, OpSlot, bind
+from opslot._proof import _marking
 from torch.utils.checkpoint import checkpoint
 
 
@@ -334,3 +338,63 @@ def test_eager_slots_have_nothing_to_prove(known, model):
         step(model)
     proof.check()
     assert proof.counts() == {}
+
+
+def test_a_proof_is_not_entered_again(binding, model):
+    proof = binding.proof()
+    with proof:
+        step(model)
+    binding.unbind()
+    with pytest.raises(BindError, match="a proof has one `with` block"), proof:
+        pass
+    assert not any("scale_op" in vars(module) for module in model.modules())
+
+
+def test_a_copy_that_is_made_inside_does_not_count(binding, model):
+    with binding.proof() as proof:
+        step(copy.deepcopy(model))
+    assert len(proof.misses()) == 3
+
+
+def test_an_error_on_entry_leaves_nothing_behind(binding, model, monkeypatch):
+    before = [dict(vars(module)) for module in model.modules()]
+
+    def refuse(self, hook):
+        raise RuntimeError("no hooks")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.nn.Module, "register_forward_pre_hook", refuse)
+        with pytest.raises(RuntimeError, match="no hooks"), binding.proof():
+            pass
+    assert [dict(vars(module)) for module in model.modules()] == before
+    with binding.proof() as proof:
+        step(model)
+    proof.check()
+
+
+class Named(NamedTuple):
+    first: torch.Tensor
+    second: torch.Tensor
+
+
+def test_named_tuples_pass(known, make_contract, make_kernel):
+    def named(x: torch.Tensor, weight: torch.Tensor, factor: float = 2.0):
+        return Named(x * weight, x * factor)
+
+    known.register(make_kernel("named", target=named))
+    kernel = _marking(named, torch.zeros(7, dtype=torch.int64), "here", "")
+    result = kernel(torch.ones(2, requires_grad=True), torch.ones(2))
+    assert isinstance(result, Named)
+
+
+def test_a_result_made_a_leaf_has_lost_its_gradient(known, make_kernel, scale_class):
+    def leaf(x, weight, factor=2.0):
+        return (x * weight * factor).detach().requires_grad_()
+
+    known.register(make_kernel("leaf", target=leaf))
+    model = torch.nn.Sequential(scale_class(), scale_class())
+    binding = bind(model, {"scale": "leaf"}, device="cpu", registry=known)
+    with binding.proof() as proof:
+        step(model)
+    assert all("its result carries no gradient although" in reason for reason in reasons(proof))
+    assert len(proof.misses()) == 2

@@ -229,6 +229,31 @@ def test_a_contract_cannot_take_over_another_by_an_alias(known, make_contract):
             known.add(Backend(api=1, contracts=(make_contract("evil", aliases=(alias,)),)), "evil")
 
 
+def test_a_contract_cannot_stand_under_the_alias_or_the_field_of_another(known, make_contract):
+    with pytest.raises(opslot.DuplicateError, match="contract rescale/standard: this is an alias of scale/standard"):
+        known.add(Backend(api=1, contracts=(make_contract("rescale"),)), "evil")
+    with pytest.raises(opslot.DuplicateError, match="the config field 'scaling' is that of op 'scale'"):
+        known.add(Backend(api=1, contracts=(make_contract("evil", fields=("scaling",)),)), "evil")
+    assert [contract.op for contract in known.contracts()] == ["scale", "scale"]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"op": "strict"}, {"prefix": 3}, {"summary": None}, {"tolerances": None}, {"tolerances": {"float32": 1}},
+     {"reference": None}, {"samples": None}],
+)  # fmt: skip
+def test_a_contract_that_would_break_later_is_refused_when_it_is_made(wrong):
+    right = {"op": "a", "variant": "b", "summary": "", "reference": "m:f", "samples": "m:s", "tolerances": {}}
+    with pytest.raises(opslot.SpecError):
+        opslot.OpContract(**(right | wrong))
+
+
+@pytest.mark.parametrize("wrong", [{"summary": None}, {"backward": "no"}, {"compile": [1]}])
+def test_a_kernel_that_would_break_later_is_refused_when_it_is_made(make_kernel, wrong):
+    with pytest.raises(opslot.SpecError):
+        make_kernel(**wrong)
+
+
 def test_a_kernel_may_name_its_op_by_an_alias(known, make_kernel):
     known.add(Backend(api=1, kernels=(make_kernel("odd", op="rescale"),)), "zeta")
     assert known.offer("scale", "standard", "odd").distribution == "zeta"

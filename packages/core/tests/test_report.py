@@ -75,7 +75,7 @@ def test_every_bind_is_one_log_record_that_carries_its_binding(known, model):
     finally:
         logger.removeHandler(observer)
         logger.setLevel(level)
-    assert model[0].scale_op.offer.spec.name == "slow"
+    assert model[0].scale_op.offer.spec.name == "fast"  # as it was before the bind that failed
     record, _ = seen
     assert record.opslot_binding is binding
     assert record.getMessage() == str(binding)
@@ -211,3 +211,17 @@ def test_the_json_is_as_its_published_schema_says(known, make_contract, model, s
     assert problems({**data, "schema": 2}, schema)
     assert problems({**data, "slots": [{**data["slots"][0], "source": "sha256:1"}]}, schema)
     assert problems({**data, "new": ""}, schema)
+
+
+@pytest.mark.parametrize(
+    ("names", "text"),
+    [
+        (["", "0", "1"], ["(the model)", "{0-1}"]),
+        (["0", "", "1"], ["{0-1}", "(the model)"]),
+        (["l.01.n", "l.1.n"], ["l.01.n", "l.1.n"]),
+        (["l.0.n", "l.1.n", "l.3.n"], ["l.{0-1,3}.n"]),
+        (["l.\u0663.n"], ["l.\u0663.n"]),
+    ],
+)
+def test_a_collapsed_name_means_exactly_these_modules(names, text):
+    assert collapse(names) == text

@@ -1,12 +1,14 @@
 """What a configuration means before there is a model, and VeOmni's configurations among them."""
 
 import json
+import os
 
 import opslot
 import pytest
 import yaml
 from opslot import Backend, KernelSpec, OpsConfig, Priority, Registry, Requires
 from opslot._device import CORE_KINDS
+from opslot._modules import glob_pattern, matches
 from opslot.ops import BACKEND
 from opslot.tools.cli import main
 
@@ -120,6 +122,48 @@ def test_the_frozen_configuration_chooses_the_same_explicitly(full, veomni, tmp_
             ops = json.loads(captured.out)["ops"]
             rows[config] = {(row["op"], row["modules"]): row["selector"] for row in ops if "/" in row["op"]}
         assert len({json.dumps(sorted(map(str, each.items()))) for each in rows.values()}) == 1
+
+
+@pytest.mark.parametrize("variable", [None, "rms_norm=eager", "glu=liger"])
+def test_a_frozen_file_binds_the_same(full, tmp_path, capsys, monkeypatch, variable):
+    """Globs keep their order, and what the variable overrides is gone."""
+    given, frozen = tmp_path / "ops.yaml", tmp_path / "frozen.yaml"
+    given.write_text(
+        "default: eager\nstrict: true\nmodules:\n"
+        "  layers.**: {rms_norm: liger}\n  layers.0.**: {glu: eager, rms_norm: eager}\n  '**.norm': {glu: liger}\n"
+    )
+    if variable:
+        monkeypatch.setenv("OPSLOT_OPS", variable)
+    code, captured = resolve(capsys, str(given), "--freeze")
+    assert code == 0
+    assert "strict is left out" in captured.err
+    frozen.write_text(captured.out)
+
+    def in_force(config):
+        found = {}
+        for rule in OpsConfig.effective(str(config)).rules(full):
+            for name in ("layers.0.norm", "layers.1.norm", "head"):
+                if rule.glob is None or matches(glob_pattern(rule.glob), name):
+                    found[rule.key, name] = rule.kernel.rpartition(":")[2]
+        return {key: kernel for key, kernel in found.items() if kernel != "eager"}
+
+    expected = in_force(given)
+    monkeypatch.delenv("OPSLOT_OPS", raising=False)
+    assert in_force(frozen) == expected
+
+
+def test_what_a_backend_prints_does_not_stand_among_what_was_asked(bare, monkeypatch, capfd):
+    def noisy():
+        print("noise")
+        os.write(1, b"more noise")
+        return bare
+
+    monkeypatch.setattr("opslot.tools.output.registry", noisy)
+    assert main(["list", "--json"]) == 0
+    captured = capfd.readouterr()
+    assert json.loads(captured.out)["ops"]
+    assert "noise" in captured.err
+    assert "more noise" in captured.err
 
 
 def test_what_cannot_be_chosen_is_not_frozen(bare, veomni, capsys):

@@ -2,12 +2,13 @@
 
 import copy
 import logging
+import pickle
 import random
 
 import opslot
 import pytest
 import torch
-from opslot import BindError, Binding, ConfigError, OpsConfig, OpslotError, bind, bound
+from opslot import BindError, Binding, ConfigError, OpsConfig, OpSlot, OpslotError, bind, bound
 from opslot._modules import canonical_modules, glob_pattern, matches
 from torch.utils.checkpoint import checkpoint
 
@@ -59,6 +60,7 @@ def layers_with(binding, kernel):
         ("*", ["a", "layers"], ["", "a.b"]),
         ("", [""], ["a"]),
         ("a.+", ["a.+"], ["a.aa"]),
+        ("l.{0-2,5}.*", ["l.0.n", "l.1.n", "l.2.n", "l.5.n"], ["l.3.n", "l.12.n", "l.{0-2,5}.n"]),
     ],
 )
 def test_globs_stay_within_the_parts_of_a_name(glob, yes, no):
@@ -106,6 +108,52 @@ def test_a_glob_that_chooses_for_nothing_is_an_error(model, known, modules, prob
     assert bind(model, "eager", device="cpu", registry=known).fingerprint == before
 
 
+def test_a_variant_that_the_modules_lack_is_an_error_too(model, known):
+    with pytest.raises(ConfigError, match=r"such as 'layers\.0\.norm', but none has a slot of scale/other"):
+        bind(model, {"modules": {"layers.0.norm": {"scale/other": "eager"}}}, device="cpu", registry=known)
+
+
+def test_a_slot_of_a_bound_model_is_not_bound_alone(known, scale_class):
+    """Modules with one choice share one slot object: binding it would change all of them behind the report."""
+
+    class Own(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.ones(4))
+            self.op = OpSlot("scale")
+
+    model = torch.nn.Sequential(Own(), Own())
+    for choice in ("slow", "eager"):
+        binding = bind(model, {"scale": choice}, device="cpu", registry=known)
+        with pytest.raises(BindError, match=r"belongs to a model, where modules share it; bind the model"):
+            model[0].op.bind("eager")
+        assert binding.verify() == ()
+
+
+def test_a_class_attribute_that_holds_a_kernel_is_refused(known, scale_class):
+    declared = OpSlot("scale")
+    declared.kernel = copy.copy
+    kind = type("Bound", (scale_class,), {"scale_op": declared})
+    with pytest.raises(BindError, match=r"Bound\.scale_op is a class attribute that holds a kernel"):
+        bind(kind(), "eager", device="cpu", registry=known)
+
+
+def test_a_shared_module_that_goes_from_one_of_its_places_is_noticed(model, known, scale_class):
+    model.layers[5].norm = model.layers[4].norm
+    binding = bind(model, {"scale": "fast"}, device="cpu", registry=known)
+    model.layers[5].norm = scale_class()
+    (problem,) = binding.verify()
+    assert "replaced or removed after bind where it is called 'layers.5.norm'" in problem
+    assert binding.to_dict()["changed"] == [problem]
+
+
+def test_modules_in_a_circle_are_met_once(scale_class, known):
+    model = Model(scale_class, 1)
+    model.layers[0].up = model
+    assert [name for name, _ in canonical_modules(model)][:2] == ["", "layers"]
+    assert bind(model, {"scale": "fast"}, device="cpu", registry=known).verify() == ()
+
+
 def test_a_shared_module_has_one_kernel(model, known):
     model.layers[5].norm = model.layers[4].norm
     binding = bind(model, {"modules": {"layers.5.norm": {"scale": "slow"}}}, device="cpu", registry=known)
@@ -135,7 +183,11 @@ def test_names_are_those_of_the_model_without_its_wrappers(scale_class, known):
         binding = bind(wrapped, {"modules": {"layers.0.norm": {"scale": "slow"}}}, device="cpu", registry=known)
         assert kernels(binding)["layers.0.norm"] == "slow"
         assert binding.verify() == ()
-    parallel = torch.nn.DataParallel(copy.deepcopy(plain))
+    # FSDP2 makes classes that derive from the wrapper's, and so do users.
+    sharded = type("FSDPTuner", (type("FSDPModule", (), {}), Tuner), {"__module__": "torch.distributed.fsdp"})()
+    sharded.base_model = copy.deepcopy(plain)
+    assert list(dict.fromkeys(name for name, _ in canonical_modules(sharded))) == names
+    parallel = type("Mine", (torch.nn.DataParallel,), {})(copy.deepcopy(plain))
     assert list(dict.fromkeys(name for name, _ in canonical_modules(parallel))) == names
 
 
@@ -273,4 +325,17 @@ def test_no_configuration_gives_anything_but_a_binding_or_a_named_error(known, s
             assert isinstance(binding, Binding)
             assert binding.verify() == ()
             bound_ones += 1
-    assert 50 < bound_ones < 2900
+    assert 20 < bound_ones < 2900
+
+
+def test_an_unbound_model_needs_no_kernel_where_it_is_loaded(known, make_kernel, scale_class):
+    """Also when the model carries its binding, as those of build_foundation_model do."""
+    known.register(make_kernel("mine"))
+    binding = bind(scale_class(), {"scale": "mine"}, device="cpu", registry=known)
+    with pytest.raises(opslot.KernelUnavailable, match="process-local"):
+        pickle.dumps(binding)
+    binding.unbind()
+    again = pickle.loads(pickle.dumps(binding))
+    assert "the slot was unbound" in again.verify()[0]
+    again.apply()
+    assert "scale_op" not in vars(again._model)

@@ -1,7 +1,7 @@
 """Binding: apply a configuration to one model, whole or not at all."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +11,7 @@ from ._contract import Key, OpContract
 from ._device import Device
 from ._discovery import registry as default_registry
 from ._environment import strict
-from ._errors import BindError, ConfigError, nearest
+from ._errors import BindError, ConfigError, OpslotError, nearest
 from ._kernel import AUTO, EAGER
 from ._modules import canonical_modules, glob_pattern, matches
 from ._obstacle import obstacle, parameter_dtypes
@@ -75,11 +75,14 @@ def bind(
         reason = choice.reason if name == AUTO else f"{choice.reason}: {why}"
         source = planner.provenance(slot)
         rows.append(Row.of(site.names[0], site.attribute, site.contract, choice.offer, reason, source))
-        writes.append(Write(site.module, site.attribute, slot, planner.original(site), site.contract))
+        writes.append(Write(site.module, site.names, site.attribute, slot, planner.original(site), site.contract))
     failures = registry.missing().removeprefix(". ")
     binding = Binding(model, judged, tuple(rows), tuple(writes), rules.unused, failures, attention)
-    binding.apply()
-    _log(binding)
+    with ExitStack() as undo:  # what a handler of the log raises is an error like any other
+        undo.callback(_restore, _held(sites))
+        binding.apply()
+        _log(binding)
+        undo.pop_all()
     return binding
 
 
@@ -87,25 +90,39 @@ def bind(
 def bound(
     model: "torch.nn.Module", ops: "Ops" = None, *, device: Any = None, registry: Registry | None = None
 ) -> Iterator[Binding]:
-    """`bind` for the length of a `with` block. Afterwards the slots are what they were before, bound or not."""
+    """`bind` for the length of a `with` block. Afterwards the slots are what they were before, bound or not.
+
+    The backward of what runs in the block belongs into it too: activation checkpointing runs the forward again then.
+    """
     registry = registry or default_registry()
-    before = [(site.module, site.attribute, vars(site.module).get(site.attribute)) for site in _sites(model, registry)]
+    before = _held(_sites(model, registry))
     binding = bind(model, ops, device=device, registry=registry)
     try:
         yield binding
     finally:
-        for module, attribute, slot in before:
-            if slot is None:
-                vars(module).pop(attribute, None)
-            else:
-                vars(module)[attribute] = slot
+        _restore(before)
+
+
+def _held(sites: Iterable[_Site]) -> list[tuple[Any, str, Any]]:
+    """What each instance holds itself, for `_restore`."""
+    return [(site.module, site.attribute, vars(site.module).get(site.attribute)) for site in sites]
+
+
+def _restore(held: list[tuple[Any, str, Any]]) -> None:
+    for module, attribute, slot in held:
+        if slot is None:
+            vars(module).pop(attribute, None)
+        else:
+            vars(module)[attribute] = slot
 
 
 class _Rules:
     """What the configuration says about each site of one model."""
 
     def __init__(self, config: OpsConfig, registry: Registry, sites: list[_Site], model: "torch.nn.Module") -> None:
-        self._default = config.default or AUTO
+        self._default, origin = config.setting("default")
+        self._default_why = f"default in {origin}" if self._default is not None else "default"
+        self._default = self._default or AUTO
         rules = config.rules(registry)
         self._of: dict[Key | None, list[Rule]] = {}
         for rule in rules:
@@ -119,7 +136,7 @@ class _Rules:
         named = [rule for rule in rules if rule.glob is None and rule.kernel not in (AUTO, EAGER)]
         absent = [rule for rule in named if not _has_use(rule, present, variants)]
         self.unused = tuple(dict.fromkeys(f"{rule.field}: {rule.kernel} in {rule.origin}" for rule in absent))
-        if self.unused and (config.strict or strict()):
+        if self.unused and (config.setting("strict")[0] or strict()):
             raise ConfigError(
                 f"{type(model).__name__} has no slot for {'; '.join(self.unused)}. Its ops: "
                 f"{', '.join(sorted(present))}. Leave these out, or do without strict (the field, or OPSLOT_STRICT)"
@@ -134,7 +151,7 @@ class _Rules:
             if places:
                 last.setdefault(places[-1], name)
         if not last:
-            return self._default, "default"
+            return self._default, self._default_why
         special = {mine[place].kernel for place in last if mine[place].glob is not None}
         if len(special) > 1:
             rules = "; ".join(f"as {name!r}: {mine[place]}" for place, name in last.items())
@@ -147,7 +164,11 @@ def _has_use(rule: Rule, ops: set[str], variants: set[Key]) -> bool:
     """A field speaks of all variants of its op; that a model lacks one is worth a word only when it was named."""
     if rule.key is None or rule.key[0] not in ops:
         return False
-    return rule.key in variants or not rule.field.endswith((f".{rule.key[1]}", f"/{rule.key[1]}"))
+    return rule.key in variants or not _names_variant(rule)
+
+
+def _names_variant(rule: Rule) -> bool:
+    return rule.key is not None and rule.field.endswith((f".{rule.key[1]}", f"/{rule.key[1]}"))
 
 
 def _check_glob(rule: Rule, pattern: "re.Pattern[str]", sites: list[_Site], model: "torch.nn.Module") -> None:
@@ -157,7 +178,9 @@ def _check_glob(rule: Rule, pattern: "re.Pattern[str]", sites: list[_Site], mode
     if not matched:
         raise ConfigError(f"{rule}: no module of {type(model).__name__} matches{nearest(str(rule.glob), names)}")
     op = rule.key[0] if rule.key else rule.field
-    owners = {name for site in sites if site.contract.op == op for name in site.names}
+    if rule.key is not None and _names_variant(rule):
+        op = "/".join(rule.key)
+    owners = {name for site in sites if op in (site.contract.op, str(site.contract)) for name in site.names}
     if not owners.intersection(matched):
         some = ", ".join(sorted(owners)[:3]) or "none in this model"
         raise ConfigError(
@@ -181,7 +204,10 @@ class _Planner:
         dtypes = parameter_dtypes(site.module)
         key = (site.contract.key, name, dtypes)
         if key not in self._choices:
-            self._choices[key] = self._registry.choose(*site.contract.key, name, self._device, dtypes)
+            try:
+                self._choices[key] = self._registry.choose(*site.contract.key, name, self._device, dtypes)
+            except OpslotError as error:
+                raise type(error)(f"{site}, chosen by {why}: {error}") from (error.__cause__ or error)
         choice = self._choices[key]
         if choice.offer is not None and (problem := obstacle(site.module, site.attribute, site.contract)):
             if name != AUTO:
@@ -225,6 +251,12 @@ def _sites(model: "torch.nn.Module", registry: Registry) -> Iterator[_Site]:
         if kind not in declared:
             everything = {a: v for cls in reversed(kind.__mro__) for a, v in vars(cls).items()}
             declared[kind] = {a: v for a, v in everything.items() if isinstance(v, OpSlot)}
+            for attribute, slot in declared[kind].items():
+                if slot.kernel is not None:
+                    raise BindError(
+                        f"{kind.__qualname__}.{attribute} is a class attribute that holds a kernel ({slot!r}), so no "
+                        "module could be without it: declare it unbound"
+                    )
         own = {a: v for a, v in vars(module).items() if isinstance(v, OpSlot)}
         for attribute, slot in {**declared[kind], **own}.items():
             yield _Site(tuple(mine), module, attribute, slot, registry.contract(slot.op, slot.variant))
@@ -239,11 +271,11 @@ def _device_of(model: "torch.nn.Module", registry: Registry) -> Device:
 
 def _attention(model: "torch.nn.Module", config: OpsConfig) -> str:
     """What transformers runs attention with, for the report. Raises `BindError` when the configuration says another."""
-    wanted = config.attn_implementation
+    wanted, origin = config.setting("attn_implementation")
     actual: str | None = getattr(getattr(model, "config", None), "_attn_implementation", None)
     if wanted is not None and wanted != actual:
         raise BindError(
-            f"attn_implementation is {wanted!r} in {config.origin}, but this model has {actual!r}. Attention is chosen "
+            f"attn_implementation is {wanted!r} in {origin}, but this model has {actual!r}. Attention is chosen "
             "by transformers: pass attn_implementation when building the model, or call model.set_attn_implementation"
         )
     return actual or ""

@@ -1,6 +1,6 @@
 """The result of a bind: what runs where and why, and the way back."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -64,6 +64,7 @@ class Write:
     """One change to an instance: `slot` in place of `original`; None stands for the class's own slot."""
 
     module: "torch.nn.Module"
+    names: tuple[str, ...]
     attribute: str
     slot: OpSlot | None
     original: OpSlot | None
@@ -78,11 +79,15 @@ class Write:
     def in_place(self) -> bool:
         return vars(self.module).get(self.attribute) is self.slot
 
-    def problem(self, present: bool, device: Device) -> str:
-        """What happened to the slot since, or an empty string; `present`: its module still stands where it stood."""
-        if not present:
-            return "the module was replaced or removed after bind"
-        if not self.in_place():
+    def problem(self, present: set[tuple[str, int]], device: Device) -> str:
+        """What happened to the slot since, or an empty string. `present`: the modules by name and identity."""
+        gone = [name for name in self.names if (name, id(self.module)) not in present]
+        if gone:
+            also = f" where it is called {gone[0]!r}" if len(self.names) > 1 else ""
+            return f"the module was replaced or removed after bind{also}"
+        if not self.in_place() or getattr(self.module, self.attribute).offer != (
+            self.slot.offer if self.slot else None
+        ):
             return "the slot was bound again or unbound"
         if self.slot is None or self.slot.offer is None:
             return ""
@@ -136,8 +141,17 @@ class Binding:
     def problems(self) -> list[str]:
         """What happened to each slot since bind, in the order of `rows`; an empty string where nothing did."""
         present = {(name, id(module)) for name, module in canonical_modules(self._model)}
-        pairs = zip(self.rows, self._writes, strict=True)
-        return [write.problem((row.module, id(write.module)) in present, self.device) for row, write in pairs]
+        return [
+            "the slot was unbound"  # before it was pickled, see __getstate__
+            if row.kernel != EAGER and (write.slot is None or write.slot.offer is None)
+            else write.problem(present, self.device)
+            for row, write in zip(self.rows, self._writes, strict=True)
+        ]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a pickle holds: the kernels that are in place. An unbound model needs none where it is loaded."""
+        writes = tuple(write if write.in_place() else replace(write, slot=write.original) for write in self._writes)
+        return {**vars(self), "_writes": writes}
 
     def proof(self) -> "Proof":
         """A context manager that proves, over the forward and backward run inside it, that each kernel ran.
@@ -182,6 +196,7 @@ class Binding:
             "device": str(self.device),
             "python": platform.python_version(),
             "opslot": version("opslot"),
+            **({"attention": self.attention} if self.attention else {}),
             **dict(sorted(libraries.items())),
             "torch": torch.__version__,  # with "+cu130", which its metadata does not have
         }
@@ -196,6 +211,7 @@ class Binding:
             "attention": self.attention,
             "unused": list(self.unused),
             "failures": self.failures,
+            "changed": list(self.verify()),
             "slots": [asdict(row) for row in self.rows],
         }
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ._catalog import distribution_of, op_of_field
 from ._contract import Key, OpContract
-from ._errors import ConfigError, UnknownKernel, nearest
+from ._errors import ConfigError, UnknownKernel, UnknownOp, nearest
 from ._kernel import AUTO, EAGER
 from ._registry import Registry
 
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     Choices = Mapping[str, str | Mapping[str, str]]
 
 VARIABLE = "OPSLOT_OPS"
+_WORDS = ("default", "attn_implementation", "modules", "strict")
 
 
 @dataclass(frozen=True)
@@ -110,9 +111,14 @@ class OpsConfig:
     @classmethod
     def _from_mapping(cls, tree: Mapping[str, Any], origin: str) -> "OpsConfig":
         outside: list[Any] = []
+        if isinstance(tree.get("model"), Mapping) and "ops_implementation" not in tree["model"]:
+            raise ConfigError(f"{origin}: `model:` has no `ops_implementation:`, under which the fields stand")
         for level in ("model", "ops_implementation"):
             if level in tree:
                 outside += [name for name in tree if name != level]
+                lost = [name for name in _WORDS if level == "ops_implementation" and name in tree]
+                if lost:
+                    raise ConfigError(f"{origin}: {lost[0]!r} stands beside `ops_implementation:` and belongs into it")
                 tree = tree[level]
                 if not isinstance(tree, Mapping):
                     raise ConfigError(f"{origin}: {level} must be a mapping, got {tree!r}")
@@ -133,7 +139,7 @@ class OpsConfig:
                 raise ConfigError(
                     f"{origin}: modules must map globs such as 'model.layers.0.**' to choices, got {glob!r}: {inner!r}"
                 )
-            if misplaced := [name for name in ("default", "attn_implementation", "modules") if name in inner]:
+            if misplaced := [name for name in _WORDS if name in inner]:
                 raise ConfigError(f"{origin}: {misplaced[0]} cannot be chosen per module, got it for {glob!r}")
             overrides[glob] = _choices(inner, f"{origin}: modules {glob!r}")
         choices = _choices(rest, origin)
@@ -156,13 +162,12 @@ class OpsConfig:
     def over(self, base: "OpsConfig | Mapping[str, Any] | str | Path | None") -> "OpsConfig":
         """This configuration laid over another: what this one chooses wins, `base` decides the rest."""
         below = OpsConfig.parse(base)
-        return replace(
-            self,
-            base=below if self.base is None else self.base.over(below),
-            default=self.default or below.default,
-            attn_implementation=self.attn_implementation or below.attn_implementation,
-            strict=self.strict or below.strict,
-        )
+        return replace(self, base=below if self.base is None else self.base.over(below))
+
+    def setting(self, name: str) -> tuple[Any, str]:
+        """`default`, `attn_implementation` or `strict` from the topmost layer that says it, and that layer's origin."""
+        value = getattr(self, name)
+        return (value, self.origin) if value or self.base is None else self.base.setting(name)
 
     def rules(self, registry: Registry) -> tuple[Rule, ...]:
         """Every choice as a `Rule`; for one module and contract the last rule that matches decides.
@@ -172,7 +177,7 @@ class OpsConfig:
         """
         owners: dict[str, list[OpContract]] = {}
         for contract in registry.contracts():
-            for name in (*contract.config_fields(), str(contract)):
+            for name in (*contract.config_fields(), str(contract), *contract.aliases):
                 owners.setdefault(name, []).append(contract)
         for name in self.outside:
             if name in owners or name.endswith("_implementation"):
@@ -196,7 +201,12 @@ class OpsConfig:
         return tuple(rules)
 
     def to_dict(self) -> dict[str, Any]:
-        """This configuration as a mapping that `parse` takes, `base` left out."""
+        """This configuration as a mapping that `parse` takes. Raises `ConfigError` when it was laid over another."""
+        if self.base is not None:
+            raise ConfigError(
+                f"{self.origin} was laid over {self.base.origin}, which one mapping may not be able to say: write "
+                "Binding.config(), or what `opslot resolve --freeze` prints"
+            )
         tree: dict[str, Any] = {} if self.default is None else {"default": self.default}
         if self.attn_implementation is not None:
             tree["attn_implementation"] = self.attn_implementation
@@ -225,7 +235,7 @@ class OpsConfig:
             alias = name.removesuffix("_implementation")
             for variant, kernel in value.items():
                 known = any(f"{alias}/{variant}" in contract.aliases for contract in contracts)
-                contract = registry.contract(alias if known else contracts[0].op, variant)
+                contract = _variant(registry, alias if known else contracts[0].op, variant, f"{where}.{variant}")
                 _check_name(registry, [contract], kernel, f"{where}.{variant}")
                 yield Rule(contract.key, kernel, f"{name}.{variant}", self.origin, glob)
 
@@ -236,9 +246,8 @@ class OpsConfig:
         op = op_of_field(name)
         if op is None:
             valid = sorted({contract.config_fields()[0] for contract in registry.contracts()})
-            words = ("default", "attn_implementation", "modules", "strict")
-            known = f"{', '.join(valid)} (each also as <op>_implementation), {', '.join(words)}{registry.missing()}"
-            close = nearest(name, [*owners, "ops_implementation", *words])
+            known = f"{', '.join(valid)} (each also as <op>_implementation), {', '.join(_WORDS)}{registry.missing()}"
+            close = nearest(name, [*owners, "ops_implementation", *_WORDS])
             raise ConfigError(f"{self.origin}: unknown field {name!r}{close}; known: {known}")
         named = {value} if isinstance(value, str) else set(value.values())
         named -= {AUTO, EAGER}
@@ -285,6 +294,13 @@ def _check_name(registry: Registry, contracts: list[OpContract], kernel: str, wh
     if any(distribution_of(contract.op, kernel.removeprefix(contract.prefix)) for contract in contracts):
         return
     raise UnknownKernel(f"{where}: {unknown[0]}")
+
+
+def _variant(registry: Registry, op: str, variant: str, where: str) -> OpContract:
+    try:
+        return registry.contract(op, variant)
+    except UnknownOp as error:
+        raise UnknownOp(f"{where}: {error}") from None
 
 
 def _name(where: str, value: Any, origin: str) -> str:

@@ -27,7 +27,8 @@ def read_mapping(path: str) -> Mapping[str, Any]:
         raise ConfigError(f"{path}, line {error.lineno}: not valid JSON: {error.msg}") from error
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path}: not valid TOML: {error}") from error
-    except (ValueError, RecursionError) as error:  # not UTF-8, a NUL in the path, a date that is none, endless nesting
+    # Not UTF-8, a NUL in the path, a date that is none, endless nesting, tags that PyYAML stumbles over.
+    except (ValueError, RecursionError, LookupError, AttributeError, TypeError) as error:
         raise ConfigError(f"{path}: {error}") from error
     if not isinstance(tree, Mapping):
         raise ConfigError(f"{path}: expected a mapping of fields to kernel names, got {type(tree).__name__}")

@@ -10,6 +10,8 @@ from ._errors import SpecError
 from ._requires import check_strings
 from ._target import Target, check_target, load_target
 
+# What stands beside the ops in a configuration.
+_RESERVED = {"default", "strict", "modules", "model", "ops_implementation", "attn_implementation"}
 _NAME = re.compile(r"[a-z][a-z0-9_]*")
 
 Key = tuple[str, str]
@@ -69,9 +71,20 @@ class OpContract:
         for alias in self.aliases:
             if not all(map(_NAME.fullmatch, alias.split("/"))) or alias.count("/") != 1:
                 raise SpecError(f"contract {self}: alias {alias!r} must have the form 'op/variant'")
-        for target in (self.reference, self.samples, self.activation):
-            if target is not None:
-                check_target(target, f"contract {self}")
+        if self.op in _RESERVED:
+            raise SpecError(f"contract {self}: {self.op!r} has another meaning in configurations")
+        for text in (self.summary, self.prefix, self.runs_when):
+            if not isinstance(text, str):
+                raise SpecError(f"contract {self}: summary, prefix and runs_when must be strings, got {text!r}")
+        if not isinstance(self.tolerances, Mapping) or not all(
+            isinstance(dtype, str) and isinstance(limit, Tolerance) for dtype, limit in self.tolerances.items()
+        ):
+            raise SpecError(
+                f"contract {self}: tolerances must map names of dtypes to Tolerance, got {self.tolerances!r}"
+            )
+        optional = (self.activation,) if self.activation is not None else ()
+        for target in (self.reference, self.samples, *optional):
+            check_target(target, f"contract {self}")
 
     def __str__(self) -> str:
         return f"{self.op}/{self.variant}"

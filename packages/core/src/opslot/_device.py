@@ -63,6 +63,8 @@ class DeviceKind:
     def __post_init__(self) -> None:
         if not all(isinstance(text, str) for text in (self.name, self.torch_type, self.example)):
             raise SpecError(f"DeviceKind: name, torch_type and example must be strings, got {self!r}")
+        if not self.name.isidentifier() or not self.torch_type:
+            raise SpecError(f"DeviceKind: name must be a word, and torch_type one of torch's, got {self!r}")
         check_target(self.probe, f"device kind {self.name!r}")
 
 

@@ -61,9 +61,12 @@ class KernelSpec:
     summary: str = ""
 
     def __post_init__(self) -> None:
-        for given in (self.op, self.variant, self.name):
+        for given in (self.op, self.variant, self.name, self.summary):
             if not isinstance(given, str):
-                raise SpecError(f"KernelSpec: op, variant and name must be strings, got {given!r}")
+                raise SpecError(f"KernelSpec: op, variant, name and summary must be strings, got {given!r}")
+        for claim in (self.backward, self.compile, self.cuda_graphs, self.deterministic, self.batch_invariant):
+            if not isinstance(claim, bool):
+                raise SpecError(f"kernel {self}: a claim is True or False, got {claim!r}")
         check_strings(f"kernel {self}: aliases", self.aliases)
         check_strings(f"kernel {self}: dtypes", self.dtypes)
         for dtype in self.dtypes:

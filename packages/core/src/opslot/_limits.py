@@ -1,7 +1,7 @@
 """Limits: what a bound kernel refuses at the call, because no bind could know it."""
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ._errors import KernelUnavailable
@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     Refusal = Callable[[torch.device, torch.dtype], str]
 
 
-def limited(kernel: Callable[..., Any], refusal: "Refusal") -> Callable[..., Any]:
-    """The kernel, refusing tensors that `refusal` gives a reason against.
+def limited(kernel: Callable[..., Any], names: Sequence[str], refusal: "Refusal") -> Callable[..., Any]:
+    """The kernel, whose parameters are `names`, refusing tensors that `refusal` gives a reason against.
 
     A model may be moved or cast after bind, and autocast casts between modules. The first floating tensor stands for
     the call: it carries the activations, beside which weights, statistics or tables may rightly have another dtype.
@@ -40,7 +40,7 @@ def limited(kernel: Callable[..., Any], refusal: "Refusal") -> Callable[..., Any
     def checked(*args: Any, **kwargs: Any) -> Any:
         tensor = first_floating(args)
         if tensor is None:
-            tensor = first_floating(kwargs.values())
+            tensor = first_floating([kwargs[name] for name in names if name in kwargs])
         if tensor is not None:
             refused = verdict(tensor.device, tensor.dtype)
             if refused:
@@ -56,8 +56,9 @@ def forward_only(kernel: Callable[..., Any], owner: str) -> Callable[..., Any]:
 
     @functools.wraps(kernel)
     def checked(*args: Any, **kwargs: Any) -> Any:
-        tensors = (a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor))
-        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        given = (*args, *kwargs.values())
+        items = (item for value in given for item in (value if isinstance(value, tuple | list) else (value,)))
+        if torch.is_grad_enabled() and any(isinstance(item, torch.Tensor) and item.requires_grad for item in items):
             raise KernelUnavailable(f"{owner} has no backward: call it under torch.no_grad(), or choose another kernel")
         return kernel(*args, **kwargs)
 

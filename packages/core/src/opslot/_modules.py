@@ -9,6 +9,7 @@ if TYPE_CHECKING:
 
 _TRANSPARENT = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 _PARALLEL = {"DistributedDataParallel", "DataParallel"}
+_NUMBERS = re.compile(r"\\\{(\d+(?:\\-\d+)?(?:,\d+(?:\\-\d+)?)*)\\\}")
 _PEFT = {"base_model", "model", "base_layer"}
 
 
@@ -19,31 +20,48 @@ def canonical_modules(model: "torch.nn.Module") -> Iterator[tuple[str, "torch.nn
     between a module and its parent; the name of what they wrap is the name of the wrapper.
     """
 
+    above: list[torch.nn.Module] = []
+
     def walk(name: str, module: "torch.nn.Module") -> Iterator[tuple[str, "torch.nn.Module"]]:
         yield name, module
+        above.append(module)
         for part, child in module._modules.items():
-            if child is not None:
+            if child is not None and not any(child is other for other in above):
                 step = name if _wraps(module, part) else f"{name}.{part}" if name else part
                 yield from walk(step, child)
+        above.pop()
 
     return walk("", model)
 
 
 def _wraps(module: "torch.nn.Module", part: str) -> bool:
-    kind = type(module)
-    if kind.__module__.partition(".")[0] == "peft":
-        return part in _PEFT
-    return part in _TRANSPARENT or (part == "module" and kind.__name__ in _PARALLEL)
+    if part in _TRANSPARENT:
+        return True
+    # By all its classes: FSDP2 and users derive from them.
+    if part in _PEFT and any(kind.__module__.partition(".")[0] == "peft" for kind in type(module).__mro__):
+        return True
+    return part == "module" and any(kind.__name__ in _PARALLEL for kind in type(module).__mro__)
 
 
 def glob_pattern(glob: str) -> re.Pattern[str]:
-    """A glob over names: `*` stays within a part, a part `**` stands for any number of parts, none included."""
+    """A glob over names, in which `{0-3,5}` stands for these numbers, as in reports.
+
+    `*` stays within a part, a part `**` stands for any number of parts, none included.
+    """
     # Each part takes the dot after it along, so that `**` needs no case of its own wherever it stands.
     parts = [
-        r"(?:[^.]+\.)*" if part == "**" else re.escape(part).replace(r"\*", "[^.]*") + r"\."
+        r"(?:[^.]+\.)*"
+        if part == "**"
+        else _NUMBERS.sub(_alternatives, re.escape(part)).replace(r"\*", "[^.]*") + r"\."
         for part in (glob.split(".") if glob else ())
     ]
     return re.compile("".join(parts))
+
+
+def _alternatives(found: re.Match[str]) -> str:
+    spans = (span.partition(r"\-") for span in found[1].split(","))
+    numbers = (str(n) for low, _, high in spans for n in range(int(low), int(high or low) + 1))
+    return f"(?:{'|'.join(numbers)})"
 
 
 def matches(pattern: re.Pattern[str], name: str) -> bool:

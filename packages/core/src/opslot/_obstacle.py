@@ -20,7 +20,13 @@ def obstacle(module: "torch.nn.Module", attribute: str, contract: OpContract) ->
     if hidden is not None:
         return hidden
     if slot.activation is not None and contract.activation is not None:
-        activation = getattr(module, slot.activation)
+        activation = getattr(module, slot.activation, None)
+        if activation is None:
+            return f"it has no {slot.activation}, whose function the slot names"
+        if getattr(activation, "_forward_hooks", None) or getattr(activation, "_forward_pre_hooks", None):
+            return f"its {slot.activation} has hooks, which no kernel would run"
+        if getattr(activation, "_backward_hooks", None) or getattr(activation, "_backward_pre_hooks", None):
+            return f"its {slot.activation} has hooks, which no kernel would run"
         if not _same_function(activation, load_target(contract.activation, f"the activation of {contract}")):
             return f"its activation {activation!r} is not the {contract.activation!r} of the contract"
     return slot.check(module) if slot.check is not None else None

@@ -4,6 +4,7 @@ import functools
 import inspect
 import re
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -46,8 +47,9 @@ class Proof:
     (exported, or compiled with its guards skipped): such slots are missed, never passed.
 
     A kernel is proven when it ran at least once and, unless its spec claims no backward, a gradient came back through
-    its result whenever one of its inputs required one. A kernel that returns something else than its contract's
-    reference (None, a tuple for a tensor) raises `BindError` at the call.
+    its result, one of them where it has several, whenever one of its inputs required one. Whether values and gradients
+    are right is not looked at: that is what `opslot.testing.check` does. A kernel that returns something else than its
+    contract's reference (None, a tuple for a tensor) raises `BindError` at the call.
     """
 
     def __init__(self, binding: "Binding") -> None:
@@ -62,6 +64,8 @@ class Proof:
         binding = self._binding
         if binding._proving:
             raise BindError("another proof of this binding is running: leave its `with` block first")
+        if self._before:
+            raise BindError("a proof has one `with` block: make another with binding.proof()")
         if any(parameter.is_meta for parameter in binding._model.parameters()):
             raise BindError("the model is on meta, where nothing is computed: move it to its device, then prove")
         self._before = binding._writes
@@ -74,10 +78,13 @@ class Proof:
                 kernel = _marking(slot.kernel, counts, row.where, _result(write.contract))
                 write = replace(write, slot=slot.bound_to(kernel, slot.offer))
             marked.append(write)
-        binding._writes, binding._proving = tuple(marked), True
-        for index, counts in self._counts.items():
-            marked[index].do(marked[index].slot)
-            self._hooks.append(marked[index].module.register_forward_pre_hook(_calls(counts)))
+        with ExitStack() as undo:
+            undo.callback(self.__exit__, None, None, None)
+            binding._writes, binding._proving = tuple(marked), True
+            for index, counts in self._counts.items():
+                marked[index].do(marked[index].slot)
+                self._hooks.append(marked[index].module.register_forward_pre_hook(_calls(counts)))
+            undo.pop_all()
         return self
 
     def __exit__(
@@ -139,14 +146,14 @@ def _missed(write: "Write", counts: Sequence[int], idle: bool, backward: bool) -
         if not counts[_MODULE]:
             called = "its module was called only without gradients (no_grad), and did not call the kernel"
         return f"{called}. It runs when {write.contract.runs_when}" if write.contract.runs_when else called
+    if backward and counts[_DUE] and not counts[_RECORDED]:
+        return "its result carries no gradient although an input requires one: training would stop there"
     if not backward or counts[_BACKWARD]:
         return ""
     if not counts[_KERNEL]:
         return "it ran only without gradients (no_grad, inference_mode), so there was no backward"
     if not counts[_DUE]:
         return ""  # nothing trains before it, as under a frozen embedding: no gradient is due
-    if not counts[_RECORDED]:
-        return "its result carries no gradient although an input requires one: training would stop there"
     return (
         "no gradient came back through its result: backward was not called, or nothing differentiated uses the result"
     )
@@ -160,7 +167,8 @@ def _marking(kernel: Callable[..., Any], counts: "torch.Tensor", where: str, wan
 
     def passed(result: Any) -> Any:
         if isinstance(result, tuple | list):
-            return type(result)([passed(one) for one in result])
+            items = [passed(one) for one in result]
+            return type(result)(*items) if hasattr(result, "_fields") else type(result)(items)
         return through(result, counts) if _require_grad([result]) else result
 
     def marked(*args: Any, **kwargs: Any) -> Any:
@@ -170,12 +178,13 @@ def _marking(kernel: Callable[..., Any], counts: "torch.Tensor", where: str, wan
         if torch.is_grad_enabled():
             columns = [_KERNEL]
             columns += [_DUE] if _require_grad([*args, *kwargs.values()]) else []
-            columns += [_RECORDED] if _require_grad([result]) else []
+            columns += [_RECORDED] if _recorded(result) else []
         else:
             columns = [_KERNEL_NO_GRAD]
         mark(counts, columns, None)
         return passed(result)
 
+    marked.proves = kernel  # type: ignore[attr-defined]  # what a copy of the slot gets
     return marked
 
 
@@ -243,6 +252,16 @@ def _require_grad(values: Sequence[Any]) -> bool:
         if isinstance(value, tuple | list) and _require_grad(value):
             return True
     return False
+
+
+def _recorded(result: Any) -> bool:
+    """Whether a gradient can pass through a result; through a leaf, made by `requires_grad_()`, none can."""
+    if isinstance(result, tuple | list):
+        return any(_recorded(one) for one in result)
+    import torch
+
+    # Compilers do not tell what made a tensor.
+    return _require_grad([result]) and (torch.compiler.is_compiling() or result.grad_fn is not None)
 
 
 def _result(contract: OpContract) -> str:

@@ -91,12 +91,20 @@ class Registry:
         contracts = {**self._contracts, **_unique(backend.contracts, self._contracts, "contract")}
         kinds = {**self._kinds, **_unique(backend.device_kinds, self._kinds, "device kind")}
         aliases = dict(self._aliases)
+        fields = {name: contract.op for contract in self._contracts.values() for name in contract.config_fields()}
         for contract in backend.contracts:
+            if contract.key in aliases:
+                raise DuplicateError(f"contract {contract}: this is an alias of {'/'.join(aliases[contract.key])}")
             for alias in contract.aliases:
                 op, _, variant = alias.partition("/")
                 if (op, variant) in contracts or (op, variant) in aliases:
                     raise DuplicateError(f"contract {contract}: its alias {alias!r} is the name of another contract")
                 aliases[op, variant] = contract.key
+            for name in contract.config_fields():
+                if fields.setdefault(name, contract.op) != contract.op:
+                    raise DuplicateError(
+                        f"contract {contract}: the config field {name!r} is that of op {fields[name]!r}"
+                    )
         offers = {key: list(known) for key, known in self._offers.items()}
         for spec in backend.kernels:
             key = aliases.get((spec.op, spec.variant), (spec.op, spec.variant))
@@ -177,8 +185,9 @@ class Registry:
                     f"{who} failed to load: {type(record.error).__name__}: {record.error}"
                 ) from record.error
         valid = [EAGER, AUTO, *(o.spec.name for o in offers)]
-        absent = distribution_of(contract.op, names[-1])
-        hint = f"; {absent} brings one: pip install {absent}" if absent else nearest(name, valid)
+        absent = None if distribution else distribution_of(contract.op, names[-1])
+        selectors = [o.selector for o in offers] if distribution else valid
+        hint = f"; {absent} would bring it, and is not installed" if absent else nearest(name, selectors)
         raise UnknownKernel(f"no kernel {name!r} for {contract}{hint}; known: {_list(valid)}{self.missing()}")
 
     def choose(
@@ -242,11 +251,14 @@ class Registry:
         spec = offer.spec
         owner = f"kernel {spec} of {offer.distribution}"
         kernel = load_target(spec.target, owner)
-        check_kernel(kernel, self.contract(spec.op, spec.variant).signature(), owner)
+        signature = self.contract(spec.op, spec.variant).signature()
+        check_kernel(kernel, signature, owner)
         if not spec.backward:
             kernel = forward_only(kernel, owner)
         if spec.requires.devices or spec.requires.archs or spec.dtypes:
-            kernel = limited(kernel, lambda device, dtype: self._refusal(offer, device, dtype))
+            kernel = limited(
+                kernel, tuple(signature.parameters), lambda device, dtype: self._refusal(offer, device, dtype)
+            )
         return kernel
 
     def _refusal(self, offer: Offer, device: "torch.device", dtype: "torch.dtype") -> str:

@@ -1,11 +1,15 @@
 """Reports: what a binding did, as text for people."""
 
+import re
 from collections.abc import Iterable, Sequence
 from textwrap import TextWrapper
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from ._binding import Binding, Row
+
+
+_NUMBER = re.compile("0|[1-9][0-9]*")
 
 
 def to_text(binding: "Binding") -> str:
@@ -49,16 +53,16 @@ def collapse(names: Sequence[str]) -> list[str]:
 
     Exactly these names are meant, no others: a range with a gap says which layers are not in it.
     """
-    shapes: dict[tuple[str, ...], list[tuple[int, ...]]] = {}
+    shapes: dict[tuple[str | None, ...], list[tuple[int, ...]]] = {}
     for name in dict.fromkeys(names):
         parts = name.split(".")
-        shape = tuple("" if part.isdecimal() else part for part in parts)
-        shapes.setdefault(shape, []).append(tuple(int(part) for part in parts if part.isdecimal()))
+        shape = tuple(None if _NUMBER.fullmatch(part) else part for part in parts)
+        shapes.setdefault(shape, []).append(tuple(int(part) for part in parts if _NUMBER.fullmatch(part)))
     result = []
     for shape, numbers in shapes.items():
         for ranges in _ranges(numbers):
             fill = iter(ranges)
-            result.append(".".join(part or next(fill, "") for part in shape) or "(the model)")
+            result.append(".".join(next(fill) if part is None else part for part in shape) or "(the model)")
     return result
 
 

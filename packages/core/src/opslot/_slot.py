@@ -73,8 +73,8 @@ class OpSlot:
 
         if self._declared_in:
             raise BindError(
-                f"{self!r} is declared by the class attribute {self._declared_in}, which all its instances share; "
-                "bind the model: opslot.bind(model, ...)"
+                f"{self!r} belongs to {self._declared_in}, where modules share it; bind the model: "
+                "opslot.bind(model, ...)"
             )
         known = registry()
         choice = known.choose(
@@ -85,7 +85,9 @@ class OpSlot:
     def bound_to(self, kernel: Callable[..., Any] | None, offer: Offer | None) -> "OpSlot":
         """A slot like this one that holds `kernel`; `opslot.bind` writes it into instances."""
         other = OpSlot(self.op, self.variant, activation=self.activation, check=self.check)
-        other.kernel, other.offer, other._declared_in = kernel, offer, self._declared_in
+        # A proof's counting kernel is for the module that holds it; a copy gets the kernel itself.
+        other.kernel = getattr(kernel, "proves", kernel) if self.kernel is kernel else kernel
+        other.offer, other._declared_in = offer, self._declared_in or "a model"
         return other
 
     def weight(self, linear: "torch.nn.Module") -> "torch.Tensor":

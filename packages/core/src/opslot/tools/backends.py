@@ -4,8 +4,8 @@ import argparse
 import sys
 from typing import TYPE_CHECKING, Any
 
-from opslot import BackendRecord, registry
-from opslot.tools.output import print_json, print_table
+from opslot import BackendRecord
+from opslot.tools.output import print_json, print_table, quiet_registry
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
@@ -24,7 +24,7 @@ def add_check(command: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    records = registry().records
+    records = quiet_registry().records
     failed = any(record.error for record in records)
     if options.json:
         print_json([_as_dict(record) for record in records])

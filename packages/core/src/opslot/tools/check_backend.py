@@ -23,6 +23,7 @@ from opslot._errors import nearest
 from opslot._selection import VARIABLE
 from opslot._target import check_kernel, load_target
 from opslot.tools.backends import drags
+from opslot.tools.output import quiet_registry
 
 _LICENCE_FILE = re.compile(r"(^|/)(licen[cs]e|copying)[^/]*$", re.IGNORECASE)
 _NAMESPACE_INIT = "opslot_backends/__init__.py"
@@ -39,7 +40,7 @@ class Finding:
 
 def find(name: str) -> tuple[list[BackendRecord], str]:
     """The records of the distribution, or the distribution of the backend, called `name`; or why there is none."""
-    records = registry().records
+    records = quiet_registry().records
     mine = [r for r in records if normal(r.distribution) == normal(name)]
     mine = mine or [r for r in records if normal(r.name) == normal(name)]
     if len({record.distribution for record in mine}) == 1:
@@ -141,6 +142,11 @@ def _outcomes(record: BackendRecord) -> list[dict[str, Any]]:
     return outcomes
 
 
+# What the child reports begins with it: others may print while Python starts.
+MARK = "opslot-report: "
+_PATIENCE = 120.0
+
+
 def _python(
     what: str, record: BackendRecord, *arguments: Any, environment: dict[str, str] | None = None
 ) -> tuple[list[Any], str]:
@@ -149,15 +155,20 @@ def _python(
         "import sys, json; sys.path[:] = json.loads(sys.argv[1]); from opslot.tools.check_backend import child; child()"
     )
     work = json.dumps([what, record.distribution, record.name, *arguments])
-    done = subprocess.run(
-        [sys.executable, "-c", code, json.dumps(sys.path), work],
-        env={**os.environ, **(environment or {})},
-        capture_output=True,
-        text=True,
-        errors="replace",
-    )
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", code, json.dumps(sys.path), work],
+            env={**os.environ, **(environment or {})},
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_PATIENCE,
+        )
+    except subprocess.TimeoutExpired:
+        return [], f"no end after {_PATIENCE} s"
     last = done.stderr.strip().splitlines()[-1:]
-    return [json.loads(line) for line in done.stdout.splitlines()], " ".join([f"exit code {done.returncode}", *last])
+    lines = [line.removeprefix(MARK) for line in done.stdout.splitlines() if line.startswith(MARK)]
+    return [json.loads(line) for line in lines], " ".join([f"exit code {done.returncode}", *last])
 
 
 def child() -> None:
@@ -167,12 +178,12 @@ def child() -> None:
     what, owner, name, *arguments = json.loads(sys.argv[2])
     (record,) = [r for r in registry().records if (r.distribution, r.name) == (owner, name)]
     if what == "alone":
-        print(json.dumps([record.imported, record.milliseconds]), file=report, flush=True)
+        print(MARK + json.dumps([record.imported, record.milliseconds]), file=report, flush=True)
         return
     for item in _items(record)[arguments[0] :]:
         with _Reporting(report):
             outcome = _examine(item)
-        print(json.dumps(outcome), file=report, flush=True)
+        print(MARK + json.dumps(outcome), file=report, flush=True)
 
 
 def _examine(item: OpContract | KernelSpec) -> dict[str, Any]:
@@ -184,6 +195,8 @@ def _examine(item: OpContract | KernelSpec) -> dict[str, Any]:
         else:
             kernel = load_target(item.target, f"kernel {item}")
             imported = True
+            if item.nested is not None:
+                load_target(item.nested, f"the nested backend of {item}")
             check_kernel(kernel, registry().contract(item.op, item.variant).signature(), f"kernel {item}")
     except TargetError as error:
         cause = error.__cause__
@@ -208,7 +221,7 @@ class _Reporting:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         if error is not None:
             outcome = {**_outcome(f"{type(error).__name__}: {error}", error), "fatal": True}
-            print(json.dumps(outcome), file=self._report, flush=True)
+            print(MARK + json.dumps(outcome), file=self._report, flush=True)
 
 
 def _metadata(found: Distribution) -> Iterator[Finding]:

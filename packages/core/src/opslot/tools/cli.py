@@ -1,15 +1,16 @@
 """The command `opslot`."""
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 from typing import Any
 
-from opslot import AUTO, Device, OpContract, OpslotError, Registry, registry
+from opslot import AUTO, Device, OpContract, OpslotError, Registry
 from opslot._target import plain_signature
 from opslot.tools import backends, diff, doctor, resolve
-from opslot.tools.output import print_json, print_table
+from opslot.tools.output import print_json, print_table, quiet_registry
 
 EXIT_CODES = (
     "exit codes: 0 done, or no difference (diff); 1 an error, a backend that failed to load (backends), a choice that "
@@ -22,8 +23,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
         code: int = options.run(options)
+        sys.stdout.flush()
     except OpslotError as error:
         print(f"opslot: {error}", file=sys.stderr)
+        return 1
+    except BrokenPipeError:  # the reader, such as head, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 1
     return code
 
@@ -56,7 +61,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _list(options: argparse.Namespace) -> int:
-    known = registry()
+    known = quiet_registry()
     device = known.current_device()
     ops = [_op(known, contract, device) for contract in known.contracts()]
     _warn(known)
@@ -79,7 +84,7 @@ def _warn(known: Registry) -> None:
 
 
 def _explain(options: argparse.Namespace) -> int:
-    known = registry()
+    known = quiet_registry()
     device = known.current_device()
     op, _, variant = options.op.partition("/")
     if variant:
@@ -88,7 +93,10 @@ def _explain(options: argparse.Namespace) -> int:
         contracts = [contract for contract in known.contracts() if op in _names(contract)]
         if not contracts:
             known.contract(op)  # raises, and lists what there is
-    data = [_op(known, contract, device) for contract in contracts]
+    data = [
+        {**_op(known, contract, device), "signature": plain_signature(contract.signature()), "doc": contract.doc()}
+        for contract in contracts
+    ]
     _warn(known)
     if options.json:
         print_json(data)
@@ -145,8 +153,6 @@ def _op(known: Registry, contract: OpContract, device: Device) -> dict[str, Any]
         "op": contract.op,
         "variant": contract.variant,
         "summary": contract.summary,
-        "signature": str(plain_signature(contract.signature())),
-        "doc": contract.doc(),
         "fields": list(contract.config_fields()),
         "auto": {"kernel": choice.offer.spec.name if choice.offer else "eager", "reason": choice.reason},
         "kernels": kernels,

@@ -9,6 +9,7 @@ import os
 import platform
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from importlib import metadata
@@ -20,7 +21,8 @@ from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 from packaging.version import InvalidVersion, Version
 
-from opslot import BackendRecord, registry
+from opslot import BackendRecord
+from opslot.tools.output import quiet_registry
 
 
 @dataclass(frozen=True)
@@ -209,19 +211,29 @@ CHECKS: tuple[Callable[[Machine], Iterable[Finding]], ...] = (
 
 
 def _demands(records: Iterable[BackendRecord]) -> list[_Demand]:
-    """Kernels of one op are alternatives: one for each generation of a library is how a backend supports both."""
+    """Kernels of one op are alternatives: one for each generation of a library is how a backend supports both.
+
+    So what one of them does without, the op does not need.
+    """
     ranges: dict[tuple[str, str, str], set[SpecifierSet]] = {}
+    kernels: Counter[tuple[str, str]] = Counter()
+    naming: Counter[tuple[str, str, str]] = Counter()
     for record in records:
         for spec in record.backend.kernels if record.backend else ():
+            kernels[record.distribution, f"{spec.op}/{spec.variant}"] += 1
             spans: dict[str, SpecifierSet] = {}
             for text in spec.requires.packages:
                 required = Requirement(text)
                 name: str = canonicalize_name(required.name)
                 spans[name] = spans.get(name, SpecifierSet()) & required.specifier
             for name, span in spans.items():
-                ranges.setdefault((record.distribution, name, f"{spec.op}/{spec.variant}"), set()).add(span)
+                key = record.distribution, name, f"{spec.op}/{spec.variant}"
+                naming[key] += 1
+                ranges.setdefault(key, set()).add(span)
     ops: dict[tuple[str, str, frozenset[SpecifierSet]], list[str]] = {}
     for (backend, package, op), alternatives in ranges.items():
+        if naming[backend, package, op] < kernels[backend, op]:
+            continue
         ops.setdefault((backend, package, frozenset(alternatives)), []).append(op)
     return [_Demand(backend, tuple(sorted(who)), package, spans) for (backend, package, spans), who in ops.items()]
 
@@ -262,7 +274,7 @@ print(f"device={opslot.registry().current_device()}")
 
 def look() -> Machine:
     """The facts about this environment. Torch is asked in a process of its own: a broken one may end it."""
-    known = registry()
+    known = quiet_registry()
     versions: dict[str, str] = {
         canonicalize_name(d.name): d.version or "" for d in reversed(list(metadata.distributions())) if d.name
     }

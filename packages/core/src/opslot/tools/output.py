@@ -1,8 +1,32 @@
 """What every command prints: tables and JSON."""
 
+import contextlib
 import json
-from collections.abc import Iterable, Sequence
+import os
+import sys
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
+
+from opslot import Registry, registry
+
+
+def quiet_registry() -> Registry:
+    """The registry. What backends print while they are imported goes to stderr: stdout is for what was asked."""
+    with _stdout_as_stderr():
+        return registry()
+
+
+@contextlib.contextmanager
+def _stdout_as_stderr() -> Iterator[None]:
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)  # for what writes past Python
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
 
 
 def print_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> None:

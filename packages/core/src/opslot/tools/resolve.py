@@ -3,12 +3,14 @@
 import argparse
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
-from opslot import AUTO, EAGER, Choice, Device, Installed, OpsConfig, OpslotError, Registry, registry
+from opslot import AUTO, EAGER, Choice, Device, Installed, OpsConfig, OpslotError, Registry
 from opslot._catalog import KERNELS, distribution_of
 from opslot._config import Rule
+from opslot.tools.output import quiet_registry
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
@@ -19,42 +21,56 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    known = registry()
-    device = known.target(options.target) if options.target else known.current_device()
-    config = OpsConfig.effective(options.config)
-    installed = Installed.read(options.packages) if options.packages else None
+    known = quiet_registry()
+    device = known.target(options.target) if options.target is not None else known.current_device()
+    config = OpsConfig.parse(options.config)
+    if options.config in (None, AUTO, EAGER):
+        config = replace(config, origin="the command line")
+    config = OpsConfig.effective(config)
+    installed = Installed.read(options.packages) if options.packages is not None else None
     rows = list(_rows(known, config, device, installed))
     failed = [row for row in rows if row["error"]]
+    attention = config.setting("attn_implementation")[0]
     if options.freeze:
         for row in failed:
             print(f"opslot: {row['field']}: {row['error']}", file=sys.stderr)
+        if config.setting("strict")[0]:
+            print("opslot: strict is left out, since every op is named, also what a model lacks", file=sys.stderr)
         if not failed:
-            _print_frozen(rows, config, as_json=options.json)
+            _print_frozen(rows, attention, as_json=options.json)
     elif options.json:
-        print(
-            json.dumps(
-                {"device": str(device), "attn_implementation": config.attn_implementation, "ops": rows}, indent=2
-            )
-        )
+        print(json.dumps({"device": str(device), "attn_implementation": attention, "ops": rows}, indent=2))
     else:
-        _print(rows, config, device)
+        _print(rows, attention, device)
     return int(bool(failed))
 
 
 def _rows(known: Registry, config: OpsConfig, device: Device, installed: Installed | None) -> Iterator[dict[str, Any]]:
-    """One row for every contract, and one for every choice of an op that has no contract here."""
-    rules = config.rules(known)
+    """A row for every contract, then the choices for some modules, each before those that win over it."""
+    rules = _in_force(config.rules(known))
+    value, origin = config.setting("default")
     for contract in known.contracts():
-        mine = [rule for rule in rules if rule.key == contract.key]
-        everywhere = [rule for rule in mine if rule.glob is None]
-        default = Rule(contract.key, config.default or AUTO, "default", config.origin)
-        for rule in [everywhere[-1] if everywhere else default, *(rule for rule in mine if rule.glob is not None)]:
-            yield _row(str(contract), rule, *_choice(known, rule, device, installed))
+        everywhere = [rule for rule in rules if rule.key == contract.key and rule.glob is None]
+        default = Rule(contract.key, value or AUTO, "default", origin if value else "opslot")
+        rule = everywhere[-1] if everywhere else default
+        yield _row(str(contract), rule, *_choice(known, rule, device, installed))
     for rule in rules:
         if rule.key is None:
             op = rule.field.removesuffix("_implementation")
             brings = "" if rule.kernel == EAGER else f"; {distribution_of(op, rule.kernel)} would bring {rule.kernel}"
             yield _row(op, rule, Choice(None, f"no contract for this op is installed{brings}"), None)
+        elif rule.glob is not None:
+            yield _row("/".join(rule.key), rule, *_choice(known, rule, device, installed))
+
+
+def _in_force(rules: Iterable[Rule]) -> list[Rule]:
+    """The rules without those that a later one for all modules makes void."""
+    kept: list[Rule] = []
+    for rule in rules:
+        if rule.glob is None and rule.key is not None:
+            kept = [other for other in kept if other.key != rule.key]
+        kept.append(rule)
+    return kept
 
 
 def _choice(
@@ -80,8 +96,8 @@ def _row(op: str, rule: Rule, choice: Choice | None, error: str | None) -> dict[
         "origin": rule.origin,
         "modules": rule.glob,
         "asked": rule.kernel,
-        "kernel": offer.spec.name if offer else EAGER if choice else None,
-        "selector": offer.selector if offer else EAGER if choice else None,
+        "kernel": offer.spec.name if offer else EAGER if choice and rule.key else None,
+        "selector": offer.selector if offer else EAGER if choice and rule.key else rule.kernel,
         "distribution": offer.distribution if offer else "",
         "version": offer.version if offer else "",
         "reason": choice.reason if choice else "",
@@ -89,29 +105,45 @@ def _row(op: str, rule: Rule, choice: Choice | None, error: str | None) -> dict[
     }
 
 
-def _print(rows: list[dict[str, Any]], config: OpsConfig, device: Device) -> None:
+def _print(rows: list[dict[str, Any]], attention: str | None, device: Device) -> None:
     print(f"device: {device}")
     for row in rows:
         where = f" in modules {row['modules']!r}" if row["modules"] is not None else ""
         print(f"{row['op']}{where}: {row['field']} is {row['asked']} in {row['origin']}")
         source = f" of {row['distribution']} {row['version']}".rstrip() if row["distribution"] else ""
-        print(f"    error: {row['error']}" if row["error"] else f"    {row['kernel']}{source}  [{row['reason']}]")
-    if config.attn_implementation is not None:
-        print(f"attention: {config.attn_implementation}, passed on to transformers")
+        meant = f"{row['kernel'] or 'no effect'}{source}  [{row['reason']}]"
+        print(f"    error: {row['error']}" if row["error"] else f"    {meant}")
+    if attention is not None:
+        print(f"attention: {attention}, passed on to transformers, which judges it when the model is built")
 
 
-def _print_frozen(rows: list[dict[str, Any]], config: OpsConfig, *, as_json: bool) -> None:
+def _print_frozen(rows: list[dict[str, Any]], attention: str | None, *, as_json: bool) -> None:
     tree: dict[str, Any] = {"default": EAGER}
-    if config.attn_implementation is not None:
-        tree["attn_implementation"] = config.attn_implementation
+    if attention is not None:
+        tree["attn_implementation"] = attention
+    modules: dict[str, dict[str, str]] = {}
     for row in rows:
         if row["modules"] is None:
             tree[row["op"]] = row["selector"]
         else:
-            tree.setdefault("modules", {}).setdefault(row["modules"], {})[row["op"]] = row["selector"]
+            _say_last(modules, row["modules"], row["op"], row["selector"])
+    if modules:
+        tree["modules"] = modules
     if as_json:
         print(json.dumps(tree, indent=2))
     else:
         import yaml
 
         print(yaml.safe_dump(tree, sort_keys=False), end="")
+
+
+def _say_last(modules: dict[str, dict[str, str]], glob: str, op: str, selector: str) -> None:
+    """Add a choice after all others of its op, since the last glob that matches wins."""
+    names = list(modules)
+    later = names[names.index(glob) + 1 :] if glob in modules else []
+    if any(op in modules[name] for name in later):
+        mine = modules.pop(glob)
+        if any(other in modules[name] for other in mine if other != op for name in later):
+            raise OpslotError(f"modules {glob!r} is said twice, between others: one file cannot say that explicitly")
+        modules[glob] = mine
+    modules.setdefault(glob, {})[op] = selector
