@@ -45,6 +45,10 @@ def meetings(rank):
     time.sleep(2 if rank == 1 else 0)
     yield raised(fast, 60)  # one late, but in time
     yield raised(made("slow" if rank == 1 else "fast", f"variable OPSLOT_OPS of rank {rank}"), 60)
+    if rank == 1:
+        fast.unbind()
+    yield raised(fast, 60)  # one runs something else than it bound
+    fast.apply()
     time.sleep(8 if rank == 2 else 0)
     yield raised(fast, 3)  # one too late
     dist.barrier()
@@ -118,7 +122,7 @@ def run(scenario, world):
 @pytest.mark.slow
 def test_three_ranks_agree_or_all_of_them_raise():
     for rank, said in enumerate(run("meetings", 3)):
-        agree, again, late, differ, too_late, without_0, afterwards, failed, once_more = said
+        agree, again, late, differ, unbound, too_late, without_0, afterwards, failed, once_more = said
         assert [agree, again, late, afterwards] == [""] * 4
         assert "the ranks chose different kernels" in differ
         assert "ranks 0,2: choice" in differ
@@ -127,6 +131,7 @@ def test_three_ranks_agree_or_all_of_them_raise():
             in differ
         )
         assert "scale/standard: slow acme 2.0  [asked for: scale in variable OPSLOT_OPS of rank 1]" in differ
+        assert "1 slots changed since on cpu" in unbound
         assert "ranks 2 of 3 did not arrive in time (3 s)" in too_late
         assert "ranks 0 of 3 did not arrive in time (3 s)" in without_0
         assert ("no kernel 'nothing'" if rank == 1 else "ranks 1 of 3 did not arrive in time (3 s)") in failed

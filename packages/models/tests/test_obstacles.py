@@ -261,3 +261,21 @@ def test_a_forward_replaced_behind_the_models_back_is_named(config):
         opslot.bind(model, {"rms_norm": "torch"}, device="cpu")
     again = opslot.bind(model, "auto", device="cpu")
     assert {row.kernel for row in again.rows if row.op == "rms_norm"} == {"eager"}
+
+
+@every_family
+def test_an_activation_with_hooks_is_refused_and_one_that_changes_is_named(config, batch):
+    """A kernel computes the activation itself: hooks on the module would never run."""
+    model = stock(config())
+    owner = next(module for module in model.modules() if hasattr(module, "gate_proj"))
+    handle = owner.act_fn.register_forward_hook(lambda *args: None)
+    with pytest.raises(BindError, match="its act_fn has hooks, which no kernel would run"):
+        adopt(model, {"glu": "torch", "default": "eager"}, device="cpu")
+    handle.remove()
+    binding = adopt(model, {"glu": "torch", "default": "eager"}, device="cpu").binding
+    owner.act_fn = torch.nn.GELU()
+    with binding.proof() as proof:
+        model(**batch).loss.backward()
+    (miss,) = proof.misses()
+    assert "its activation GELU" in miss.reason
+    assert binding.verify() == (str(miss),)

@@ -112,6 +112,8 @@ def test_specs_share_data_without_their_parents(package):
         ("from ._shared import RESULT\n", "cannot be imported: ModuleNotFoundError"),
         ("import no_such_module\n", "cannot be imported: ModuleNotFoundError"),
         ("x = = 1\n", "cannot be imported: SyntaxError"),
+        ("raise SystemExit(0)\n", "cannot be imported: SystemExit: 0"),
+        ("raise RuntimeError('no')\n", "cannot be imported: RuntimeError: no"),
         (SPEC.replace("guards=", "guard="), "cannot be imported: TypeError"),
         (SPEC.replace("kernel(x)", "kernel(x"), "not an expression"),
         (SPEC.replace("SPEC", "spec"), "has no SPEC"),

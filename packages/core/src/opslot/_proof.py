@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ._contract import OpContract
 from ._errors import BindError
+from ._obstacle import obstacle
 from ._report import collapse
 
 if TYPE_CHECKING:
@@ -117,8 +118,11 @@ class Proof:
                 continue
             counts = self._counts[index].tolist() if index in self._counts else [0] * 7
             reason = _missed(write, counts, idle, backward and write.slot.offer.spec.backward)
+            # A kernel that ran where it no longer belongs, since an activation changed, is no proof either.
+            reason = problems[index] if reason and problems[index] else reason
+            reason = reason or obstacle(write.module, write.attribute, write.contract) or ""
             if reason:
-                found.append(Miss(row, problems[index] or reason))
+                found.append(Miss(row, reason))
         return tuple(found)
 
     def check(self, *, backward: bool = True) -> None:

@@ -63,7 +63,7 @@ def _meet(
     meeting = store.add(f"calls/{rank}", 1)  # counted in the store, since a rank may come twice
     keys = [f"{meeting}/{other}" for other in range(world)]
     store.set(f"{keys[rank]}/detail", _detail(binding))
-    store.set(keys[rank], binding.fingerprint)
+    store.set(keys[rank], _choice(binding))
     verdict = f"{meeting}/verdict"
     try:
         store.wait(keys if rank == 0 else [verdict], timeout)
@@ -91,12 +91,18 @@ def _judge(store: Any, keys: Sequence[str]) -> dict[str, Any]:
     return {"missing": missing, "choices": choices}
 
 
+def _choice(binding: "Binding") -> str:
+    """What a rank runs now: its choice, or that this no longer holds."""
+    changed = len(binding.verify())
+    return f"{binding.fingerprint}, {changed} slots changed since" if changed else binding.fingerprint
+
+
 def _detail(binding: "Binding") -> str:
     """What a rank chose and why: the reasons name the field or variable that differs, the sources an edited kernel."""
     sources = {
         (f"{row.op}/{row.variant}", kernel_text(row)): f"  {row.source[:23]}" for row in binding.rows if row.source
     }
-    lines = [f"choice {binding.fingerprint} on {binding.device}"]
+    lines = [f"choice {_choice(binding)} on {binding.device}"]
     for (op, kernel, reason), modules in grouped(binding.rows).items():
         lines.append(f"    {op}: {kernel}  [{reason}]  {', '.join(collapse(modules))}{sources.get((op, kernel), '')}")
     return "\n".join(lines)

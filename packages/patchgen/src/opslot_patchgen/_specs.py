@@ -13,7 +13,19 @@ from opslot_patchgen._source import package_folder
 from opslot_patchgen._spec import ModelSpec
 
 # What running a module of plain data can raise, apart from our own SpecError.
-_BROKEN = (ImportError, SyntaxError, NameError, TypeError, AttributeError)
+# What a spec raises when it is wrong; SystemExit would end a check with the exit code of a fresh one.
+_BROKEN = (
+    ImportError,
+    SyntaxError,
+    NameError,
+    TypeError,
+    AttributeError,
+    ValueError,
+    LookupError,
+    RuntimeError,
+    AssertionError,
+    SystemExit,
+)
 # What a folder of specs is called while it is loaded.
 _PACKAGE = "_opslot_specs"
 
