@@ -53,6 +53,8 @@ def install(tmp_path, monkeypatch):
         ("import no_such_module", ModuleNotFoundError),
         ("import opslot\nopslot.registry()", opslot.SpecError),
         ("class Panic(BaseException): pass\nraise Panic('extension module')", BaseException),
+        ("class Mute(Exception):\n    def __str__(self): raise ValueError\nraise Mute", Exception),
+        ("raise ValueError('a lone surrogate: \\udc80')", ValueError),
         (
             "from opslot import *\nBACKEND = Backend(api=1, kernels=(KernelSpec(op=['x'], name='n', target='a:b'),))",
             opslot.SpecError,
@@ -81,6 +83,7 @@ def test_a_broken_backend_is_a_record_and_the_others_work(install, source, error
     (broken,) = [record for record in found.records if record.error]
     assert (broken.distribution, broken.version) == ("bk-broken", "1.0")
     assert isinstance(broken.error, error)
+    (broken.message + broken.traceback + found.failures()).encode("utf-8")  # whatever it holds, it can be printed
     assert type(broken.error).__name__ in broken.traceback
     with pytest.raises(opslot.BackendError, match=r"backend 'bk-broken' of bk-broken 1\.0 failed to load") as caught:
         found.offer("first", "standard", "bk-broken")

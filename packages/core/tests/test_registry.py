@@ -254,6 +254,19 @@ def test_a_kernel_that_would_break_later_is_refused_when_it_is_made(make_kernel,
         make_kernel(**wrong)
 
 
+def test_a_kernel_whose_call_computes_nothing_is_refused(known, make_kernel):
+    async def later(x, weight, factor=2.0):
+        return x
+
+    def pieces(x, weight, factor=2.0):
+        yield x
+
+    for target in (later, pieces):
+        known.register(make_kernel(target.__name__, target=target))
+        with pytest.raises(opslot.TargetError, match="is a coroutine or generator, whose call computes nothing"):
+            known.resolve("scale", "standard", target.__name__, opslot.Device("cpu"))
+
+
 def test_a_kernel_may_name_its_op_by_an_alias(known, make_kernel):
     known.add(Backend(api=1, kernels=(make_kernel("odd", op="rescale"),)), "zeta")
     assert known.offer("scale", "standard", "odd").distribution == "zeta"

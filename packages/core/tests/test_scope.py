@@ -254,6 +254,15 @@ def test_the_explicit_configuration_reproduces_a_binding(model, known):
         assert bind(model, again, device="cpu", registry=known).fingerprint == binding.fingerprint
 
 
+def test_a_name_that_no_glob_can_say_is_refused(known, scale_class):
+    model = torch.nn.ModuleDict({"ab": scale_class(), "a*": scale_class(), "c": scale_class()})
+    binding = bind(
+        model, {"modules": {"a*": {"scale": "eager"}, "ab": {"scale": "fast"}}}, device="cpu", registry=known
+    )
+    with pytest.raises(BindError, match=r"module 'a\*' has a name that no glob can say"):
+        binding.config()
+
+
 def test_bound_gives_back_what_was_there(model, known):
     outer = bind(model, {"scale": "slow"}, device="cpu", registry=known)
     x = torch.ones(4)

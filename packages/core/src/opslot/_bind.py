@@ -128,9 +128,10 @@ class _Rules:
         for rule in rules:
             self._of.setdefault(rule.key, []).append(rule)
         self._patterns = {rule.glob: glob_pattern(rule.glob) for rule in rules if rule.glob is not None}
+        names = [name for name, _ in canonical_modules(model)] if self._patterns else []
         for rule in rules:
             if rule.glob is not None:
-                _check_glob(rule, self._patterns[rule.glob], sites, model)
+                _check_glob(rule, self._patterns[rule.glob], names, sites, model)
         present = {site.contract.op for site in sites}
         variants = {site.contract.key for site in sites}
         named = [rule for rule in rules if rule.glob is None and rule.kernel not in (AUTO, EAGER)]
@@ -171,9 +172,10 @@ def _names_variant(rule: Rule) -> bool:
     return rule.key is not None and rule.field.endswith((f".{rule.key[1]}", f"/{rule.key[1]}"))
 
 
-def _check_glob(rule: Rule, pattern: "re.Pattern[str]", sites: list[_Site], model: "torch.nn.Module") -> None:
+def _check_glob(
+    rule: Rule, pattern: "re.Pattern[str]", names: list[str], sites: list[_Site], model: "torch.nn.Module"
+) -> None:
     """A glob that chooses for nothing is a mistake, unlike a field that a smaller model has no use for."""
-    names = [name for name, _ in canonical_modules(model)]
     matched = [name for name in names if matches(pattern, name)]
     if not matched:
         raise ConfigError(f"{rule}: no module of {type(model).__name__} matches{nearest(str(rule.glob), names)}")

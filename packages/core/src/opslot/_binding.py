@@ -233,6 +233,10 @@ class Binding:
             choices[f"{op}/{variant}"] = common
             for selector, names in kernels.items():
                 for name in names if selector != common else ():
+                    if "*" in name:
+                        raise BindError(
+                            f"module {name!r} has a name that no glob can say: rename it, or choose one kernel"
+                        )
                     modules.setdefault(name, {})[f"{op}/{variant}"] = selector
         return OpsConfig(
             choices=choices,

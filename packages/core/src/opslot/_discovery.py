@@ -154,4 +154,5 @@ def _settle(found: Registry, record: BackendRecord, *, last_chance: bool) -> Bac
 def _failed(record: BackendRecord, error: BaseException) -> BackendRecord:
     import traceback
 
-    return replace(record, backend=None, error=error, traceback="".join(traceback.format_exception(error)))
+    text = "".join(traceback.format_exception(error)).encode("utf-8", "backslashreplace").decode("utf-8")
+    return replace(record, backend=None, error=error, traceback=text)

@@ -64,6 +64,8 @@ class Environment(Installed):
             return (importlib.metadata.version(distribution) or "",)
         except importlib.metadata.PackageNotFoundError:
             return ()
+        except UnicodeDecodeError:  # metadata that another tool wrote
+            return ("",)
 
     def lacks_module(self, module: str) -> str:
         import importlib.util

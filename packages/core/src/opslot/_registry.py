@@ -75,6 +75,16 @@ class BackendRecord:
     milliseconds: float = 0.0
     remark: str = ""
 
+    @property
+    def message(self) -> str:
+        """What was raised, as text that can be printed; an exception of others may not even do that."""
+        if self.error is None:
+            return ""
+        from traceback import TracebackException
+
+        text = f"{type(self.error).__name__}: {TracebackException.from_exception(self.error)}"
+        return text.encode("utf-8", "backslashreplace").decode("utf-8")
+
 
 class Registry:
     """Contracts, kernels and device kinds by name. A backend is taken whole or not at all."""
@@ -181,9 +191,7 @@ class Registry:
             if meant and record.denied:
                 raise BackendError(f"{who} is {record.denied}")
             if meant and record.error is not None:
-                raise BackendError(
-                    f"{who} failed to load: {type(record.error).__name__}: {record.error}"
-                ) from record.error
+                raise BackendError(f"{who} failed to load: {record.message}") from record.error
         valid = [EAGER, AUTO, *(o.spec.name for o in offers)]
         absent = None if distribution else distribution_of(contract.op, names[-1])
         selectors = [o.selector for o in offers] if distribution else valid
@@ -327,9 +335,7 @@ class Registry:
 
     def failures(self) -> str:
         """One sentence that names the backends which failed to load, or nothing."""
-        failed = [
-            f"{r.distribution} ({type(r.error).__name__}: {r.error})" for r in self.records if r.error is not None
-        ]
+        failed = [f"{r.distribution} ({r.message})" for r in self.records if r.error is not None]
         return f". These backends failed to load: {'; '.join(failed)}" if failed else ""
 
     def missing(self) -> str:

@@ -53,6 +53,8 @@ def check_kernel(kernel: Any, contract: inspect.Signature, owner: str) -> None:
         raise TargetError(f"{owner}: {kernel.__qualname__} is a class, and calling it would construct an object{hint}")
     if not callable(kernel):
         raise TargetError(f"{owner}: {type(kernel).__name__} object is not callable")
+    if inspect.iscoroutinefunction(kernel) or inspect.isgeneratorfunction(kernel):
+        raise TargetError(f"{owner}: {kernel.__qualname__} is a coroutine or generator, whose call computes nothing")
     try:
         offered = inspect.signature(kernel)
     except ValueError as error:

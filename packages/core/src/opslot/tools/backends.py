@@ -85,7 +85,7 @@ def _as_dict(record: BackendRecord) -> dict[str, Any]:
         "version": record.version,
         "kernels": [str(spec) for spec in record.backend.kernels] if record.backend else [],
         "contracts": [str(contract) for contract in record.backend.contracts] if record.backend else [],
-        "error": f"{type(record.error).__name__}: {record.error}" if record.error else None,
+        "error": record.message or None,
         "traceback": record.traceback or None,
         "denied": record.denied or None,
         "imported": list(record.imported),
@@ -98,5 +98,5 @@ def _offers(record: BackendRecord) -> str:
     if record.denied:
         return record.denied
     if record.backend is None:
-        return f"failed to load: {type(record.error).__name__}: {record.error}"
+        return f"failed to load: {record.message}"
     return f"{len(record.backend.kernels)} kernels, {len(record.backend.contracts)} contracts"

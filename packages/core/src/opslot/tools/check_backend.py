@@ -63,7 +63,7 @@ def check(records: list[BackendRecord]) -> list[Finding]:
 def _load(record: BackendRecord) -> Iterator[Finding]:
     subject = f"backend {record.name}"
     if record.backend is None:
-        yield Finding(subject, "problem", f"failed to load: {type(record.error).__name__}: {record.error}")
+        yield Finding(subject, "problem", f"failed to load: {record.message}")
         return
     versions = f"{API_VERSIONS[0]} to {API_VERSION}"
     yield Finding(subject, "ok", f"API version {record.backend.api}; this opslot speaks {versions}")

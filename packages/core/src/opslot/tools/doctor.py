@@ -139,7 +139,7 @@ def check_backends(machine: Machine) -> Iterator[Finding]:
         if record.error is not None:
             yield Finding(
                 f"backend {record.name} of {record.distribution} {record.version} failed to load",
-                f"{type(record.error).__name__}: {record.error}",
+                record.message,
                 f"`opslot backends` shows the traceback; upgrade or uninstall {record.distribution}",
             )
 
@@ -338,7 +338,7 @@ def _as_dict(machine: Machine, findings: tuple[Finding, ...]) -> dict[str, Any]:
                 "name": record.name,
                 "distribution": record.distribution,
                 "version": record.version,
-                "loaded": record.error is None,
+                "loaded": record.backend is not None,
             }
             for record in machine.records
         ],
