@@ -63,7 +63,7 @@ def test_a_checkpoint_of_another_family(config, family, tmp_path):
     ("arguments", "problem"),
     [
         (["--ops", "nowhere.yaml"], "nowhere.yaml: No such file"),
-        (["--ops", "fast"], "pass 'auto', 'eager', a mapping or the path of a YAML file"),
+        (["--ops", "fast"], "pass 'auto', 'eager', a mapping or the path of a YAML"),
         (["--data", "nowhere.txt"], "--data nowhere.txt"),
         (["--sequence-length", "10000000"], "fewer than one sequence of 10000000"),
         (["--model", "/nowhere/at/all"], "--model /nowhere/at/all: no such folder"),
