@@ -35,6 +35,15 @@ def test_what_is_offered_is_passed_on(config, how, monkeypatch):
     assert binding._model.config._attn_implementation == "flex_attention"
 
 
+@pytest.mark.parametrize("how", ["build", "adopt"])
+def test_what_the_variable_does_not_name_stays_as_code_chose_it(config, how, monkeypatch):
+    """The layer on top says nothing of attention; an error names the layer that does."""
+    monkeypatch.setenv("OPSLOT_OPS", "rms_norm=eager")
+    assert choose(how, config, {"attn_implementation": "eager"}).attention == "eager"
+    with pytest.raises(ConfigError, match="code: attn_implementation: transformers offers no 'native-sparse'"):
+        choose(how, config, {"attn_implementation": "native-sparse"})
+
+
 def test_an_import_error_of_something_else_is_not_said_to_be_attention(config, monkeypatch):
     def broken(*args, **kwargs):
         raise ImportError("something else")

@@ -56,9 +56,10 @@ def adopt(
         for swap in swaps:
             undo.callback(swap.undo)
             swap.do()
-        if config.attn_implementation is not None:
+        attention, _ = config.setting("attn_implementation")
+        if attention is not None:
             with choosing_attention(config):
-                undo.callback(_set_attention(model, config.attn_implementation))
+                undo.callback(_set_attention(model, attention))
         adoption = Adoption(bind(model, config, device=device), tuple(swap.name for swap in swaps), tuple(_left(model)))
         undo.pop_all()
     return adoption

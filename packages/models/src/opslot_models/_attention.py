@@ -16,16 +16,16 @@ _INSTALL = {
 
 @contextmanager
 def choosing_attention(config: OpsConfig) -> Iterator[None]:
-    """Around what makes transformers choose `config.attn_implementation`.
+    """Around what makes transformers choose the attention that the configuration names, in whichever layer.
 
     Raises `ConfigError` for a name that transformers does not offer, `KernelUnavailable` for one that it knows and
     that cannot run here. A name with a slash is a kernel of the hub, which transformers fetches.
     """
-    name = config.attn_implementation
+    name, origin = config.setting("attn_implementation")
     offered = ["eager", *ALL_ATTENTION_FUNCTIONS.valid_keys()]
     if name is not None and name not in offered and "/" not in name:
         raise ConfigError(
-            f"{config.origin}: attn_implementation: transformers offers no {name!r}; it offers: "
+            f"{origin}: attn_implementation: transformers offers no {name!r}; it offers: "
             f"{', '.join(offered)}, or a kernel of the hub as 'owner/name'. Register one of your own with "
             "transformers.AttentionInterface.register"
         )
@@ -36,5 +36,5 @@ def choosing_attention(config: OpsConfig) -> Iterator[None]:
             raise
         hint = f"pip install {_INSTALL[name]}" if name in _INSTALL else "install what it names"
         raise KernelUnavailable(
-            f"{config.origin}: attn_implementation: {name!r} cannot run here: {error} ({hint}, or choose sdpa)"
+            f"{origin}: attn_implementation: {name!r} cannot run here: {error} ({hint}, or choose sdpa)"
         ) from error

@@ -37,8 +37,9 @@ def build_foundation_model(
     that are missing would stay random without any later error.
     """
     ops = OpsConfig.effective(ops_implementation)
-    if ops.attn_implementation is not None:
-        kwargs["attn_implementation"] = ops.attn_implementation
+    attention, _ = ops.setting("attn_implementation")
+    if attention is not None:
+        kwargs["attn_implementation"] = attention
     if dtype is not None:
         kwargs["dtype"] = dtype
     # Judged before minutes go into weights.
