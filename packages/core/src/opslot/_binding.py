@@ -8,6 +8,7 @@ from ._config import OpsConfig
 from ._contract import OpContract
 from ._device import Device
 from ._errors import BindError
+from ._installed import Installed, parse_requirement
 from ._kernel import EAGER
 from ._modules import canonical_modules
 from ._obstacle import obstacle, parameter_dtypes
@@ -184,13 +185,17 @@ class Binding:
         from importlib.metadata import version
 
         import torch
-        from packaging.requirements import Requirement
+
+        here = Installed.here()
+
+        def found(distribution: str) -> str:
+            return next(iter(here.versions(distribution)), "")
 
         used = {write.slot.offer for write in self._writes if write.slot is not None and write.slot.offer is not None}
-        names = {Requirement(package).name for offer in used for package in offer.spec.requires.packages}
+        names = {parse_requirement(package).name for offer in used for package in offer.spec.requires.packages}
         libraries = {offer.distribution: offer.version for offer in used if offer.distribution != PROCESS_LOCAL}
-        libraries |= {name: _version(name) for name in sorted(names - libraries.keys())}
-        if self.device.kind != "cpu" and (triton := _version("triton")):
+        libraries |= {name: found(name) for name in sorted(names - libraries.keys())}
+        if self.device.kind != "cpu" and (triton := found("triton")):
             libraries["triton"] = triton
         return {
             "device": str(self.device),
@@ -270,13 +275,3 @@ def _refuse_in_backward(what: str) -> None:
         raise BindError(
             f"kernels cannot be {what} during backward, where activations may be recomputed: do it between steps"
         )
-
-
-def _version(distribution: str) -> str:
-    """The installed version, or an empty string."""
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return version(distribution)
-    except PackageNotFoundError:
-        return ""

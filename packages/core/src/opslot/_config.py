@@ -44,10 +44,10 @@ class OpsConfig:
     `choices` maps a field ("rms_norm", "rms_norm_implementation", or one contract, "rms_norm/standard") to a kernel
     name, "eager" or "auto", or to one such value per variant ({"standard": "torch", "unweighted": "eager"}).
     `modules` maps a glob over module names to choices for the modules that it matches: `*` stays within a part of a
-    name, a part `**` stands for any number of parts, an empty glob is the model itself, and the last glob that matches
-    wins. `default` holds for every op
-    that nothing else names; None means "auto". `attn_implementation` is passed on to transformers by those who build
-    models. With `strict`, a choice that has no effect is an error instead of a warning.
+    name, `{0-3,5}` stands for these numbers, a part `**` for any number of parts, an empty glob for the model itself,
+    and the last glob that matches wins. `default` holds for every op that nothing else names; None means "auto".
+    `attn_implementation` is passed on to transformers by those who build models. With `strict`, a choice that has no
+    effect is an error instead of a warning. Read these three with `setting`, since a lower layer may say them.
 
     `origin` says in reports and errors where the choice was written. `outside` are the names that stand beside
     `model:` or `ops_implementation:` in a file that holds more than this. `base` is the configuration that this one

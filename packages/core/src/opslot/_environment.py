@@ -1,4 +1,4 @@
-"""Environment variables that opslot reads."""
+"""The switch OPSLOT_STRICT. OPSLOT_OPS is read in `_config`, OPSLOT_BACKENDS in `_selection`."""
 
 import os
 

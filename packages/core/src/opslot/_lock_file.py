@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ._distributions import normal
 from ._errors import ConfigError
 from ._installed import Installed, versions_text
 
@@ -19,7 +20,7 @@ class LockFile(Installed):
         return self.name
 
     def versions(self, distribution: str) -> tuple[str, ...]:
-        return self.packages.get(_canonical(distribution), ())
+        return self.packages.get(normal(distribution), ())
 
     def lacks_module(self, module: str) -> str:
         return f"needs the module {module!r}, and {self} cannot tell whether it is there"
@@ -44,14 +45,8 @@ def read_lock(given: str | Path) -> LockFile:
     pairs = _pinned(text, str(path)) if path.suffix == ".txt" else _locked(text, str(path))
     packages: dict[str, tuple[str, ...]] = {}
     for name, version in pairs:
-        packages[_canonical(name)] = (*packages.get(_canonical(name), ()), version)
+        packages[normal(name)] = (*packages.get(normal(name), ()), version)
     return LockFile(path.name, packages)
-
-
-def _canonical(name: str) -> str:
-    from packaging.utils import canonicalize_name
-
-    return canonicalize_name(name)
 
 
 def _locked(text: str, path: str) -> list[tuple[str, str]]:

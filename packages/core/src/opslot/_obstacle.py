@@ -6,7 +6,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from ._contract import OpContract
-from ._slot import OpSlot
+from ._slot import OpSlot, has_hooks
 from ._target import load_target
 
 if TYPE_CHECKING:
@@ -23,9 +23,7 @@ def obstacle(module: "torch.nn.Module", attribute: str, contract: OpContract) ->
         activation = getattr(module, slot.activation, None)
         if activation is None:
             return f"it has no {slot.activation}, whose function the slot names"
-        if getattr(activation, "_forward_hooks", None) or getattr(activation, "_forward_pre_hooks", None):
-            return f"its {slot.activation} has hooks, which no kernel would run"
-        if getattr(activation, "_backward_hooks", None) or getattr(activation, "_backward_pre_hooks", None):
+        if has_hooks(activation):
             return f"its {slot.activation} has hooks, which no kernel would run"
         if not _same_function(activation, load_target(contract.activation, f"the activation of {contract}")):
             return f"its activation {activation!r} is not the {contract.activation!r} of the contract"

@@ -115,7 +115,7 @@ class OpSlot:
             return "is not a plain nn.Linear"
         if "forward" in linear.__dict__:
             return "has a forward of its own"
-        if linear._forward_hooks or linear._forward_pre_hooks or linear._backward_hooks or linear._backward_pre_hooks:
+        if has_hooks(linear):
             return "has hooks"
         if linear.bias is not None:
             return "has a bias"
@@ -146,6 +146,12 @@ class OpSlot:
             )
         selector, version = (self.offer.selector, self.offer.version) if self.offer else (EAGER, "")
         return _restore, (self.op, self.variant, self.activation, self.check, self._declared_in, selector, version)
+
+
+def has_hooks(module: Any) -> bool:
+    """Whether a call of this module runs more than its forward. A plain function has none."""
+    forward = getattr(module, "_forward_hooks", None) or getattr(module, "_forward_pre_hooks", None)
+    return bool(forward or getattr(module, "_backward_hooks", None) or getattr(module, "_backward_pre_hooks", None))
 
 
 def _restore(

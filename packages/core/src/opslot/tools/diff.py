@@ -11,6 +11,7 @@ from typing import Any
 from opslot import OpslotError, Row
 from opslot._binding import SCHEMA
 from opslot._report import collapse, kernel_text
+from opslot.tools.output import print_json
 
 
 class _Unreadable(OpslotError):
@@ -26,7 +27,7 @@ def run(options: argparse.Namespace) -> int:
         return 2
     found = compare(before, after)
     if options.json:
-        print(json.dumps(found, indent=2))
+        print_json(found)
     else:
         print(_text(found, options.a, options.b))
     return 0 if found["same"] else 1

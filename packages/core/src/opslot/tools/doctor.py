@@ -22,7 +22,7 @@ from packaging.utils import canonicalize_name
 from packaging.version import InvalidVersion, Version
 
 from opslot import BackendRecord
-from opslot.tools.output import quiet_registry
+from opslot.tools.output import print_json, quiet_registry
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,10 @@ class Machine:
 def run(options: argparse.Namespace) -> int:
     machine = look()
     findings = examine(machine)
-    print(json.dumps(_as_dict(machine, findings), indent=2) if options.json else _as_text(machine, findings))
+    if options.json:
+        print_json(_as_dict(machine, findings))
+    else:
+        print(_as_text(machine, findings))
     return int(bool(findings))
 
 

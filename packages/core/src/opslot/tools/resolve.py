@@ -1,7 +1,6 @@
 """`opslot resolve`: what a configuration means on a machine, before there is a model."""
 
 import argparse
-import json
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -10,7 +9,7 @@ from typing import Any
 from opslot import AUTO, EAGER, Choice, Device, Installed, OpsConfig, OpslotError, Registry
 from opslot._catalog import KERNELS, distribution_of
 from opslot._config import Rule
-from opslot.tools.output import quiet_registry
+from opslot.tools.output import print_json, quiet_registry
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
@@ -39,7 +38,7 @@ def run(options: argparse.Namespace) -> int:
         if not failed:
             _print_frozen(rows, attention, as_json=options.json)
     elif options.json:
-        print(json.dumps({"device": str(device), "attn_implementation": attention, "ops": rows}, indent=2))
+        print_json({"device": str(device), "attn_implementation": attention, "ops": rows})
     else:
         _print(rows, attention, device)
     return int(bool(failed))
@@ -130,7 +129,7 @@ def _print_frozen(rows: list[dict[str, Any]], attention: str | None, *, as_json:
     if modules:
         tree["modules"] = modules
     if as_json:
-        print(json.dumps(tree, indent=2))
+        print_json(tree)
     else:
         import yaml
 
