@@ -1,4 +1,6 @@
 import copy
+import subprocess
+import sys
 
 import opslot
 import pytest
@@ -327,3 +329,19 @@ def test_the_report_names_backends_that_failed_and_says_when_it_is_out_of_date(k
     assert "no longer as bound" not in str(binding)
     binding.unbind()
     assert "2 of them are no longer as bound, see verify()" in str(binding).splitlines()[0]
+
+
+def test_what_a_training_process_does_not_need_is_not_loaded():
+    """A bind with its report: not the proof, the ranks, the diagnosis, the readers of files, nor the commands."""
+    code = """
+import sys, torch, opslot
+class Norm(torch.nn.Module):
+    rms_norm_op = opslot.OpSlot("rms_norm")
+print(opslot.bind(Norm(), "eager", device="cpu"))
+print("LOADED", *(name for name in sys.modules if name.startswith("opslot.")))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    loaded = done.stdout.partition("LOADED")[2].split()
+    assert "opslot._bind" in loaded
+    later = {f"opslot.{name}" for name in ("_proof", "_ranks", "_diagnosis", "_lock_file", "_config_file", "tools")}
+    assert later.isdisjoint(loaded)
