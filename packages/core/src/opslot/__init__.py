@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from ._contract import OpContract as OpContract
     from ._contract import Sample as Sample
     from ._contract import Tolerance as Tolerance
+    from ._contract import Workload as Workload
     from ._device import Device as Device
     from ._device import DeviceKind as DeviceKind
     from ._discovery import register as register
@@ -54,7 +55,7 @@ _NAMES = {
     "_bind": ("bind", "bound"),
     "_binding": ("Binding", "Row"),
     "_config": ("OpsConfig",),
-    "_contract": ("OpContract", "Sample", "Tolerance"),
+    "_contract": ("OpContract", "Sample", "Tolerance", "Workload"),
     "_device": ("Device", "DeviceKind"),
     "_discovery": ("register", "registry"),
     "_errors": (

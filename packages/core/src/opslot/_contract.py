@@ -38,6 +38,33 @@ class Sample:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Workload:
+    """What to measure a contract's kernels with, and how large it can get.
+
+    `problem(device, dtype, seed, **shape)` makes the `Sample` of a shape. `shapes` are shapes of real models by name.
+    `flops(**shape)` counts the floating-point operations of the forward's matrix products, None where it has none; the
+    backward's are taken as twice that. `large` is a shape with a tensor of more than 2**31 elements that still fits one
+    GPU of 140 GB with its reference beside it, None where there is no such shape.
+    """
+
+    problem: Target
+    shapes: Mapping[str, Mapping[str, int]]
+    flops: Target | None = None
+    large: Mapping[str, int] | None = None
+
+    def __post_init__(self) -> None:
+        for target in (self.problem, *((self.flops,) if self.flops is not None else ())):
+            check_target(target, "Workload")
+        if not isinstance(self.shapes, Mapping) or not self.shapes:
+            raise SpecError(f"Workload: shapes must map names to sizes, got {self.shapes!r}")
+        for shape in (*self.shapes.values(), self.large or {}):
+            if not isinstance(shape, Mapping) or not all(
+                isinstance(name, str) and type(size) is int for name, size in shape.items()
+            ):
+                raise SpecError(f"Workload: a shape maps names of sizes to integers, got {shape!r}")
+
+
+@dataclass(frozen=True, kw_only=True)
 class OpContract:
     """The definition of one `(op, variant)`. Two kernels are interchangeable only under the same contract.
 
@@ -47,7 +74,10 @@ class OpContract:
     the op and `<op>_implementation`; `prefix` may stand before every value of it ("fused_"). `aliases` are other
     "op/variant" names of this contract. `activation` is the function that the maths applies: a slot that names its
     module's activation is refused when that one computes something else. `runs_when` says what a model must be asked
-    for before it computes this op at all ("it gets labels"), for those who wonder why a kernel did not run.
+    for before it computes this op at all ("it gets labels"), for those who wonder why a kernel did not run. `rows`
+    names the arguments that hold independent rows (tokens, or whole sequences where the rows of one depend on each
+    other), each with the dimension along which they lie; the outputs' is that of the first. `workload` is what
+    benchmarks run.
     """
 
     op: str
@@ -61,6 +91,8 @@ class OpContract:
     aliases: tuple[str, ...] = ()
     activation: Target | None = None
     runs_when: str = ""
+    rows: Mapping[str, int] = field(default_factory=dict)
+    workload: Workload | None = None
 
     def __post_init__(self) -> None:
         check_strings(f"contract {self}: fields", self.fields)
@@ -82,6 +114,12 @@ class OpContract:
             raise SpecError(
                 f"contract {self}: tolerances must map names of dtypes to Tolerance, got {self.tolerances!r}"
             )
+        if not isinstance(self.rows, Mapping) or not all(
+            isinstance(name, str) and type(dim) is int for name, dim in self.rows.items()
+        ):
+            raise SpecError(f"contract {self}: rows must map names of arguments to dimensions, got {self.rows!r}")
+        if self.workload is not None and not isinstance(self.workload, Workload):
+            raise SpecError(f"contract {self}: workload must be a Workload, got {self.workload!r}")
         optional = (self.activation,) if self.activation is not None else ()
         for target in (self.reference, self.samples, *optional):
             check_target(target, f"contract {self}")

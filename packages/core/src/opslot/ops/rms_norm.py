@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from .._contract import OpContract, Sample
+from .._contract import OpContract, Sample, Workload
 from ._draw import Draw, leaf, strided, tolerances
 
 if TYPE_CHECKING:
@@ -58,6 +58,11 @@ def _row_scales(draw: Draw) -> torch.Tensor:
     return torch.tensor([[1e-2], [1.0], [30.0], [1e3]], dtype=draw.dtype, device=draw.device)
 
 
+def problem(device: torch.device | str, dtype: torch.dtype, seed: int, *, tokens: int, hidden: int) -> Sample:
+    draw = Draw(device, dtype, seed)
+    return Sample("problem", (leaf(draw.normal(tokens, hidden)), leaf(1 + draw.normal(hidden, scale=0.3)), 1e-6))
+
+
 CONTRACT = OpContract(
     op="rms_norm",
     variant="standard",
@@ -67,4 +72,14 @@ CONTRACT = OpContract(
     # Forward rounds the normalised x and the product, backward dy * weight and the result; the sums over a row and,
     # for the weight, over the rows are kept in float32.
     tolerances=tolerances(roundings=4, terms=1025),
+    rows={"x": 0},
+    workload=Workload(
+        problem=problem,
+        shapes={
+            "qwen3-30b-a3b": {"tokens": 16384, "hidden": 2048},
+            "llama3-8b": {"tokens": 8192, "hidden": 4096},
+            "query heads": {"tokens": 16384 * 32, "hidden": 128},
+        },
+        large={"tokens": 2**20 + 3, "hidden": 2049},
+    ),
 )

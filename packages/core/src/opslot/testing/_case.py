@@ -1,11 +1,4 @@
-"""Checks for kernels: is this one what its contract says, in values, gradients and manners?
-
-from opslot.testing import check, poisoned_memory
-
-def test_my_kernel():
-    with poisoned_memory():
-        check("rms_norm", "standard", my_rms_norm, device="cuda", dtype="bfloat16")
-"""
+"""One kernel against one contract: values, gradients and manners, on every sample."""
 
 from __future__ import annotations
 
@@ -14,9 +7,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ._contract import OpContract, Sample, Tolerance
-from ._discovery import registry
-from ._target import _Note, check_kernel, load_target
+from .._contract import OpContract, Sample, Tolerance
+from .._discovery import registry
+from .._target import _Note, check_kernel, load_target
 
 if TYPE_CHECKING:
     import torch

@@ -1,0 +1,11 @@
+"""Checks for kernels: is this one what its contract says, in values, gradients and manners?
+
+from opslot.testing import check, poisoned_memory
+
+def test_my_kernel():
+    with poisoned_memory():
+        check("rms_norm", "standard", my_rms_norm, device="cuda", dtype="bfloat16")
+"""
+
+from ._case import check as check
+from ._case import poisoned_memory as poisoned_memory
