@@ -30,31 +30,37 @@ def tolerances(*, roundings: float, terms: int, noise: float = 0.0) -> Mapping[s
 
 
 class Draw:
-    """A stream of random tensors, the same on every device: drawn on the CPU, rounded to `dtype`, then moved."""
+    """A stream of random tensors, the same on every device: drawn on the CPU in float64, rounded, then moved.
 
-    def __init__(self, device: torch.device | str, dtype: torch.dtype, seed: int) -> None:
+    With `in_place` they are drawn where they are wanted, in float32: for workloads, whose sizes a CPU would take
+    minutes for.
+    """
+
+    def __init__(self, device: torch.device | str, dtype: torch.dtype, seed: int, *, in_place: bool = False) -> None:
         import torch
 
         self.device = torch.device(device)
         self.dtype = dtype
-        self._generator = torch.Generator().manual_seed(seed)
+        self._wide = torch.float32 if in_place else torch.float64
+        self._generator = torch.Generator(self.device if in_place else "cpu").manual_seed(seed)
 
     def normal(self, *shape: int, scale: float = 1.0, dtype: torch.dtype | None = None) -> torch.Tensor:
         import torch
 
-        values = torch.randn(shape, generator=self._generator, dtype=torch.float64) * scale
+        values = torch.randn(shape, generator=self._generator, device=self._generator.device, dtype=self._wide) * scale
         return values.to(dtype or self.dtype).to(self.device)
 
     def integers(self, high: int, *shape: int) -> torch.Tensor:
         import torch
 
-        return torch.randint(high, shape, generator=self._generator).to(self.device)
+        return torch.randint(high, shape, generator=self._generator, device=self._generator.device).to(self.device)
 
     def ranks(self, rows: int, columns: int) -> torch.Tensor:
         """Every row a random permutation of 0 .. columns - 1."""
         import torch
 
-        return torch.rand(rows, columns, generator=self._generator).argsort(-1).to(self.device)
+        keys = torch.rand(rows, columns, generator=self._generator, device=self._generator.device)
+        return keys.argsort(-1).to(self.device)
 
 
 def leaf(tensor: torch.Tensor) -> torch.Tensor:

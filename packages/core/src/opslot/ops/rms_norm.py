@@ -59,7 +59,7 @@ def _row_scales(draw: Draw) -> torch.Tensor:
 
 
 def problem(device: torch.device | str, dtype: torch.dtype, seed: int, *, tokens: int, hidden: int) -> Sample:
-    draw = Draw(device, dtype, seed)
+    draw = Draw(device, dtype, seed, in_place=True)
     return Sample("problem", (leaf(draw.normal(tokens, hidden)), leaf(1 + draw.normal(hidden, scale=0.3)), 1e-6))
 
 
