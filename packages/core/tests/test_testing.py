@@ -252,7 +252,7 @@ def identity(monkeypatch):
     spec = KernelSpec(op="identity", variant="plain", name="copy", target=lambda x: x + 0)
     known.add(Backend(api=1, contracts=(contract,), device_kinds=opslot.ops.BACKEND.device_kinds), "here")
     known.register(spec)
-    monkeypatch.setattr(opslot.testing._case, "registry", lambda: known)
+    monkeypatch.setattr(opslot.testing._subject, "registry", lambda: known)
     return reference
 
 

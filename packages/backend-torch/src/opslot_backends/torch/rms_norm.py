@@ -25,8 +25,13 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         exact = torch.promote_types(x.dtype, torch.float32)
-        square = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=exact).square_()
-        scale = square.div_(x.shape[-1]).add_(eps).rsqrt_()
+        if x.dtype == exact:
+            scale = x.square().mean(-1, keepdim=True)
+        else:
+            # One pass without a copy in float32. Its root and the square of that cost roundings of float32, which are
+            # nothing beside those of x.dtype.
+            scale = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=exact).square_().div_(x.shape[-1])
+        scale = scale.add_(eps).rsqrt_()
         ctx.save_for_backward(x, weight, scale)
         normal: Tensor = (x * scale).to(x.dtype)
         # Not in place: compiled by torch 2.11, gradients would silently be those of another function.

@@ -1,11 +1,12 @@
-"""Checks for kernels: is this one what its contract says, in values, gradients and manners?
+"""Conformance checks for kernels: is this one what its contract says, in values, gradients and manners?
 
-from opslot.testing import check, poisoned_memory
+from opslot.testing import KernelSuite
 
-def test_my_kernel():
-    with poisoned_memory():
-        check("rms_norm", "standard", my_rms_norm, device="cuda", dtype="bfloat16")
+class TestMyKernels(KernelSuite):
+    backend = "acme"
 """
 
-from ._case import check as check
-from ._case import poisoned_memory as poisoned_memory
+from ._checks import CHECKS as CHECKS
+from ._memory import poisoned_memory as poisoned_memory
+from ._suite import KernelSuite as KernelSuite
+from ._suite import check as check

@@ -1,15 +1,17 @@
-"""One kernel against one contract: values, gradients and manners, on every sample."""
+"""One kernel on one sample: what it gave, and how that differs from the contract's reference."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from .._contract import OpContract, Sample, Tolerance
-from .._discovery import registry
-from .._target import _Note, check_kernel, load_target
+from .._target import _Note
+from ._layouts import LAYOUTS
 
 if TYPE_CHECKING:
     import torch
@@ -17,182 +19,103 @@ if TYPE_CHECKING:
 Kernel = Callable[..., Any]
 
 
-def check(
-    op: str, variant: str, kernel: Kernel | str, *, device: str = "cpu", dtype: str = "float32", seed: int = 0
-) -> None:
-    """Raise `AssertionError` unless `kernel` does what the contract of `op/variant` says, on every sample of it.
-
-    `kernel` is a function or the name of a registered kernel. Outputs and all gradients, for random incoming gradients
-    in several layouts, must be within the contract's tolerance of the reference run in float64 on the CPU. Outputs must
-    have the dtype and shape that the reference gives for the same inputs, and must not share memory with an input.
-    Arguments and incoming gradients must come out bit for bit as they went in. Gradients must exist exactly where they
-    are asked for, also when other inputs are frozen, and a second backward must give the same again.
-    """
-    import torch
-
-    known = registry()
-    contract = known.contract(op, variant)
-    reference = contract.load_reference()
-    if isinstance(kernel, str):
-        name, function = kernel, known.resolve(op, variant, kernel, known.describe(device))
-        function = reference if function is None else function
-    else:
-        name, function = getattr(kernel, "__qualname__", repr(kernel)), kernel
-        check_kernel(kernel, contract.signature(), f"kernel {name} for {contract}")
-    if dtype not in contract.tolerances:
-        raise ValueError(f"{contract} has tolerances for {', '.join(sorted(contract.tolerances))}, not for {dtype!r}")
-    samples = load_target(contract.samples, f"the samples of {contract}")
-    for number, sample in enumerate(samples(torch.device(device), getattr(torch, dtype), seed)):
-        where = f"{contract}, kernel {name}, sample {sample.name!r} ({dtype} on {device}, seed {seed})"
-        with _Note(f"while checking {where}"):
-            _Case(contract, reference, function, sample, contract.tolerances[dtype], where, seed + number).check()
-
-
-@contextmanager
-def poisoned_memory() -> Iterator[None]:
-    """Inside, memory that a kernel takes without initialising it holds NaN (or the largest integer).
-
-    So a kernel that reads what it never wrote gives NaN instead of the zeros that fresh memory mostly holds. This is
-    torch's `fill_uninitialized_memory`, which works in deterministic mode only: operations may take their deterministic
-    paths inside, and those without one warn. Memory that a vendor's library allocates past torch stays as it is.
-    """
-    import torch
-
-    # mypy does not see that torch makes this module a property holder.
-    deterministic: Any = torch.utils.deterministic
-    enabled = torch.are_deterministic_algorithms_enabled()
-    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
-    fill = deterministic.fill_uninitialized_memory
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    deterministic.fill_uninitialized_memory = True
-    try:
-        yield
-    finally:
-        deterministic.fill_uninitialized_memory = fill
-        torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
-
-
 @dataclass(frozen=True)
-class _Run:
+class Run:
     """What one call gave: its outputs, and by name the tensors that were passed and those to differentiate."""
 
     outputs: tuple[Any, ...]
     passed: dict[str, torch.Tensor]
     leaves: dict[str, torch.Tensor]
 
-    def gradients(self, incoming: list[torch.Tensor | None]) -> dict[str, torch.Tensor | None]:
-        """By name, for one incoming gradient an output (None where that is no tensor)."""
+    def gradients(self, incoming: Sequence[torch.Tensor | None], **options: Any) -> dict[str, torch.Tensor | None]:
+        """By name, for one incoming gradient an output; None leaves that output out."""
         import torch
 
         pairs = [(o, g) for o, g in zip(self.outputs, incoming, strict=True) if g is not None and o.requires_grad]
+        options = {"retain_graph": True, "allow_unused": True, **options}
         outputs, given = [output for output, _ in pairs], [gradient for _, gradient in pairs]
-        found = torch.autograd.grad(outputs, list(self.leaves.values()), given, retain_graph=True, allow_unused=True)
+        found = torch.autograd.grad(outputs, list(self.leaves.values()), given, **options)
         return dict(zip(self.leaves, found, strict=True))
 
 
 @dataclass(frozen=True)
-class _Case:
+class Case:
+    """`differentiable` is whether the kernel claims a backward; `where` names the case in errors."""
+
     contract: OpContract
     reference: Kernel
     kernel: Kernel
     sample: Sample
     tolerance: Tolerance
+    differentiable: bool
     where: str
     seed: int
 
-    def check(self) -> None:
-        import torch
+    def noted(self) -> AbstractContextManager[None]:
+        """Whatever is raised inside says in a note which case it was."""
+        return _Note(f"while checking {self.where}")
 
-        given = _named(self._arguments())
-        before = {name: _bytes(tensor) for name, tensor in given.items()}
-        leaves = [name for name, tensor in given.items() if tensor.requires_grad]
+    @cached_property
+    def given(self) -> dict[str, torch.Tensor]:
+        return named(self._arguments())
 
-        exact = self._run(self.reference, leaves, _exactly)
-        eager = self._run(self.reference, leaves)
-        run = self._run(self.kernel, leaves)
-        self._check_unchanged(given, before, "forward")
-        self._check_outputs(run, eager, exact, "")
-        if any(_is_tensor(output) and output.requires_grad for output in eager.outputs):
-            for layout, incoming in self._incoming(eager.outputs):
-                expected = exact.gradients([None if g is None else _exactly(g) for g in incoming])
-                self._check_gradients(run, incoming, expected, f"incoming gradient {layout}")
-                self._check_unchanged(given, before, "backward")
-                if layout == "random" and len(leaves) > 1:
-                    for name in leaves:
-                        only = self._run(self.kernel, [name])
-                        self._check_gradients(only, incoming, expected, "everything else frozen")
-        for mode in (torch.no_grad, torch.inference_mode):
-            with mode():
-                without = self._run(self.kernel, [])
-                self._check_outputs(without, self._run(self.reference, []), exact, f" under {mode.__name__}")
-        self._check_unchanged(given, before, "a call without gradients")
+    @cached_property
+    def before(self) -> dict[str, torch.Tensor]:
+        """The memory behind the arguments, to be taken before the kernel sees them."""
+        return {name: bytes_of(tensor) for name, tensor in self.given.items()}
 
-    def _check_unchanged(self, given: Mapping[str, torch.Tensor], before: Mapping[str, torch.Tensor], by: str) -> None:
-        import torch
+    @cached_property
+    def leaves(self) -> tuple[str, ...]:
+        return tuple(name for name, tensor in self.given.items() if tensor.requires_grad)
 
-        for name, tensor in given.items():
-            if not torch.equal(_bytes(tensor), before[name]):
-                self._fail(f"the argument {name} was changed by {by}")
+    @cached_property
+    def exact(self) -> Run:
+        """The reference in float64 on the CPU."""
+        return self.run(self.reference, convert=exactly)
 
-    def _arguments(self) -> Mapping[str, Any]:
-        return self.contract.signature().bind(*self.sample.args, **self.sample.kwargs).arguments
+    @cached_property
+    def eager(self) -> Run:
+        """The reference as a model would run it, in the dtype and on the device of the sample."""
+        return self.run(self.reference)
 
-    def _run(
-        self, function: Kernel, leaves: list[str], convert: Callable[[torch.Tensor], torch.Tensor] | None = None
-    ) -> _Run:
-        """Call `function` with fresh tensors over the sample's own memory, of which `leaves` require a gradient."""
-        fresh: dict[int, torch.Tensor] = {}
-        for name, tensor in _named(self._arguments()).items():
-            plain = tensor.detach() if convert is None else convert(tensor.detach())
-            fresh[id(tensor)] = plain.requires_grad_(name in leaves)
-        result = function(*_replace(self.sample.args, fresh), **_replace(dict(self.sample.kwargs), fresh))
-        passed = {name: fresh[id(tensor)] for name, tensor in _named(self._arguments()).items()}
-        outputs = result if isinstance(result, tuple) else (result,)
-        return _Run(outputs, passed, {name: passed[name] for name in leaves})
+    @property
+    def has_gradients(self) -> bool:
+        """Whether there is a gradient to speak of: the reference gives one, and the kernel claims one."""
+        return self.differentiable and any(is_tensor(o) and o.requires_grad for o in self.eager.outputs)
 
-    def _check_outputs(self, run: _Run, eager: _Run, exact: _Run, when: str) -> None:
-        if len(run.outputs) != len(eager.outputs):
-            self._fail(f"{len(run.outputs)} outputs{when}, the reference has {len(eager.outputs)}")
-        for number, (got, like, value) in enumerate(zip(run.outputs, eager.outputs, exact.outputs, strict=True)):
-            what = f"output {number}{when}"
-            if not _is_tensor(like):
-                if type(got) is not type(like) or got != like:
-                    self._fail(f"{what} is {got!r}, the reference gives {like!r}")
-                continue
-            if not _is_tensor(got):
-                self._fail(f"{what} is a {type(got).__name__}, the reference gives a tensor")
-            for attribute in ("dtype", "shape", "device", "requires_grad"):
-                mine, theirs = getattr(got, attribute), getattr(like, attribute)
-                if mine != theirs:
-                    self._fail(f"{what} has {attribute} {mine}, the reference gives {theirs}")
-            for name, tensor in run.passed.items():
-                if got.numel() and got.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr():
-                    self._fail(f"{what} shares memory with the argument {name}")
-            self._compare(what, got, value)
-
-    def _check_gradients(
+    def run(
         self,
-        run: _Run,
-        incoming: list[torch.Tensor | None],
-        expected: Mapping[str, torch.Tensor | None],
-        when: str,
-    ) -> None:
+        function: Kernel | None = None,
+        leaves: Iterable[str] | None = None,
+        convert: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    ) -> Run:
+        """Call the kernel, or `function`, with fresh tensors over the sample's own memory.
+
+        Of these `leaves` require a gradient: by default those of the sample, none for a kernel without a backward.
+        """
+        wanted = self.leaves if function is not None or self.differentiable else ()
+        wanted = wanted if leaves is None else tuple(leaves)
+        fresh: dict[int, torch.Tensor] = {}
+        for name, tensor in self.given.items():
+            plain = tensor.detach() if convert is None else convert(tensor.detach())
+            fresh[id(tensor)] = plain.requires_grad_(name in wanted)
+        return self.call(function or self.kernel, fresh, wanted)
+
+    def call(self, function: Kernel, tensors: Mapping[int, torch.Tensor], leaves: Iterable[str]) -> Run:
+        """`function` with `tensors` in the place of the sample's own, which the keys are the ids of."""
+        result = function(*replace(self.sample.args, tensors), **replace(dict(self.sample.kwargs), tensors))
+        passed = {name: tensors[id(tensor)] for name, tensor in self.given.items()}
+        outputs = result if isinstance(result, tuple) else (result,)
+        return Run(outputs, passed, {name: passed[name] for name in leaves})
+
+    def without_gradients(self, function: Kernel | None = None) -> Run:
         import torch
 
-        before = [None if gradient is None else _bytes(gradient) for gradient in incoming]
-        for name, got in run.gradients(incoming).items():
-            what, value = f"the gradient of {name} ({when})", expected[name]
-            if got is None or value is None:
-                if got is not value:
-                    self._fail(f"{what} is {_presence(got)}, that of the reference is {_presence(value)}")
-                continue
-            self._compare(what, got, value)
-        for gradient, old in zip(incoming, before, strict=True):
-            if gradient is not None and old is not None and not torch.equal(_bytes(gradient), old):
-                self._fail(f"the incoming gradient was changed ({when})")
+        with torch.no_grad():
+            return self.run(function, leaves=())
 
-    def _incoming(self, outputs: tuple[Any, ...]) -> Iterator[tuple[str, list[torch.Tensor | None]]]:
-        """Incoming gradients in three layouts: each is one more backward through the same graph."""
+    def incoming(self, outputs: Sequence[Any]) -> Iterator[tuple[str, list[torch.Tensor | None]]]:
+        """Incoming gradients in every layout, then for each of several outputs alone."""
         import torch
 
         generator = torch.Generator().manual_seed(self.seed)
@@ -203,56 +126,141 @@ class _Case:
             sign = torch.randint(2, shape, generator=generator) * 2 - 1
             return ((0.5 + torch.rand(shape, generator=generator)) * sign).to(like)
 
-        tensors = [output if _is_tensor(output) else None for output in outputs]
-        dense = [None if o is None else random(o, *o.shape) for o in tensors]
+        wanted = [o if is_tensor(o) and o.is_floating_point() else None for o in outputs]
+        dense = [None if o is None else random(o, *o.shape) for o in wanted]
         yield "random", dense
-        yield "strided", [None if g is None else torch.stack((g, torch.zeros_like(g)), dim=-1)[..., 0] for g in dense]
-        yield "expanded from a scalar", [None if o is None else random(o).expand(o.shape) for o in tensors]
+        for name in ("strided", "transposed", "offset"):
+            yield name, [None if g is None else LAYOUTS[name](g) for g in dense]
+        yield "expanded from a scalar", [None if o is None else random(o).expand(o.shape) for o in wanted]
+        if sum(gradient is not None for gradient in dense) > 1:
+            for place, gradient in enumerate(dense):
+                if gradient is not None:
+                    yield f"of output {place} alone", [gradient if i == place else None for i in range(len(dense))]
 
-    def _compare(self, what: str, got: torch.Tensor, exact: torch.Tensor) -> None:
+    def expected(self, incoming: Sequence[torch.Tensor | None]) -> dict[str, torch.Tensor | None]:
+        """The gradients of the reference in float64."""
+        return self.exact.gradients([None if g is None else exactly(g) for g in incoming])
+
+    def assert_unchanged(self, by: str) -> None:
+        import torch
+
+        for name, tensor in self.given.items():
+            if not torch.equal(bytes_of(tensor), self.before[name]):
+                self.fail(f"the argument {name} was changed by {by}")
+
+    def assert_outputs(self, run: Run, when: str = "", *, eager: Run | None = None) -> None:
+        """Number, kinds, shapes, dtypes and values of the outputs, and that they are memory of their own."""
+        eager, exact = eager or self.eager, self.exact
+        if len(run.outputs) != len(eager.outputs):
+            self.fail(f"{len(run.outputs)} outputs{when}, the reference has {len(eager.outputs)}")
+        for number, (got, like, value) in enumerate(zip(run.outputs, eager.outputs, exact.outputs, strict=True)):
+            what = f"output {number}{when}"
+            if not is_tensor(like):
+                if type(got) is not type(like) or got != like:
+                    self.fail(f"{what} is {got!r}, the reference gives {like!r}")
+                continue
+            if not is_tensor(got):
+                self.fail(f"{what} is a {type(got).__name__}, the reference gives a tensor")
+            asked = self.differentiable or not run.leaves
+            for attribute in ("dtype", "shape", "device", *(("requires_grad",) if asked else ())):
+                mine, theirs = getattr(got, attribute), getattr(like, attribute)
+                if mine != theirs:
+                    self.fail(f"{what} has {attribute} {mine}, the reference gives {theirs}")
+            for name, tensor in run.passed.items():
+                if got.numel() and got.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr():
+                    self.fail(f"{what} shares memory with the argument {name}")
+            self.compare(what, got, value)
+
+    def assert_gradients(self, run: Run, incoming: Sequence[torch.Tensor | None], when: str) -> None:
+        import torch
+
+        expected = self.expected(incoming)
+        theirs: Mapping[str, torch.Tensor | None] = {}
+        before = [None if gradient is None else bytes_of(gradient) for gradient in incoming]
+        for name, got in run.gradients(incoming).items():
+            what, value = f"the gradient of {name} ({when})", expected[name]
+            if got is None or value is None:
+                if got is not value:
+                    self.fail(f"{what} is {_presence(got)}, that of the reference is {_presence(value)}")
+                continue
+            if got.dtype != run.leaves[name].dtype:
+                self.fail(f"{what} has dtype {got.dtype}, its tensor {run.leaves[name].dtype}")
+            if self.within(got, value):
+                continue
+            # Where everything cancels, as between equal rows, rounding remains: then eager's own is the measure.
+            theirs = theirs or self.eager.gradients(incoming)
+            rounding = theirs[name]
+            assert rounding is not None
+            allowed = float(error_of(rounding, value)[0].max()) if value.numel() else 0.0
+            self.compare(what, got, value, allowed=2 * allowed if math.isfinite(allowed) else 0.0)
+        for gradient, old in zip(incoming, before, strict=True):
+            if gradient is not None and old is not None and not torch.equal(bytes_of(gradient), old):
+                self.fail(f"the incoming gradient was changed ({when})")
+
+    def within(self, got: torch.Tensor, exact: torch.Tensor) -> bool:
+        """Whether the error is within the contract's tolerance."""
+        if got.shape != exact.shape:
+            return False
+        error, largest = error_of(got, exact)
+        return bool((error <= self.tolerance.atol + self.tolerance.rtol * largest).all())
+
+    def compare(self, what: str, got: torch.Tensor, exact: torch.Tensor, allowed: float = 0.0) -> None:
+        """Within the contract's tolerance, or an error of `allowed` where that is more."""
         import torch
 
         if got.shape != exact.shape:
-            self._fail(f"{what} has shape {tuple(got.shape)}, the reference gives {tuple(exact.shape)}")
+            self.fail(f"{what} has shape {tuple(got.shape)}, the reference gives {tuple(exact.shape)}")
         if not exact.is_floating_point():
             if not torch.equal(got.cpu(), exact):
-                self._fail(f"{what} differs from the reference")
+                self.fail(f"{what} differs from the reference")
             return
-        value, exact = got.detach().cpu().double(), exact.detach()
-        same = (value == exact) | (value.isnan() & exact.isnan())
-        error = torch.where(same, 0.0, (value - exact).abs())
-        largest = float(exact[exact.isfinite()].abs().max()) if exact.isfinite().any() else 0.0
-        limit = self.tolerance.atol + self.tolerance.rtol * largest
+        error, largest = error_of(got, exact)
+        limit = max(self.tolerance.atol + self.tolerance.rtol * largest, allowed)
         wrong = ~(error <= limit)  # so that NaN counts as wrong
         if wrong.any():
             worst = float(error.nan_to_num(nan=float("inf")).max())
-            self._fail(
+            why = f"{self.tolerance.atol:.3g} + {self.tolerance.rtol:.3g} * {largest:.3g}"
+            why = why if limit != allowed else "what eager's own error allows"
+            self.fail(
                 f"{what} is wrong at {int(wrong.sum())} of {wrong.numel()} elements: max error {worst:.3g}, tolerance "
-                f"{limit:.3g} = {self.tolerance.atol:.3g} + {self.tolerance.rtol:.3g} * {largest:.3g}"
+                f"{limit:.3g} = {why}"
             )
 
-    def _fail(self, problem: str) -> None:
+    def fail(self, problem: str) -> NoReturn:
         raise AssertionError(f"{self.where}: {problem}")
+
+    def _arguments(self) -> Mapping[str, Any]:
+        return self.contract.signature().bind(*self.sample.args, **self.sample.kwargs).arguments
+
+
+def error_of(got: torch.Tensor, exact: torch.Tensor) -> tuple[torch.Tensor, float]:
+    """Element by element in float64, zero where both are NaN or the same infinity; and the largest exact value."""
+    import torch
+
+    value, exact = got.detach().cpu().double(), exact.detach()
+    same = (value == exact) | (value.isnan() & exact.isnan())
+    finite = exact[exact.isfinite()]
+    return torch.where(same, 0.0, (value - exact).abs()), float(finite.abs().max()) if finite.numel() else 0.0
 
 
 def _presence(gradient: torch.Tensor | None) -> str:
     return "missing" if gradient is None else "there"
 
 
-def _is_tensor(value: Any) -> bool:
+def is_tensor(value: Any) -> bool:
     import torch
 
     return isinstance(value, torch.Tensor)
 
 
-def _exactly(tensor: torch.Tensor) -> torch.Tensor:
+def exactly(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor on the CPU, in float64 when it is of a floating type: not every device has float64."""
     import torch
 
     return tensor.detach().to("cpu", torch.float64 if tensor.is_floating_point() else tensor.dtype, copy=True)
 
 
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     """A copy of the memory behind the tensor: gaps between strided elements count, and NaN equals itself."""
     import torch
 
@@ -260,23 +268,23 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return memory.set_(tensor.untyped_storage()).clone()
 
 
-def _named(value: Any, name: str = "") -> dict[str, torch.Tensor]:
+def named(value: Any, name: str = "") -> dict[str, torch.Tensor]:
     """The tensors in nested arguments, by name: `weight`, `gate_logits[1]`."""
-    if _is_tensor(value):
+    if is_tensor(value):
         return {name: value}
     if isinstance(value, Mapping):
-        return {key: tensor for label, item in value.items() for key, tensor in _named(item, label).items()}
+        return {key: tensor for label, item in value.items() for key, tensor in named(item, label).items()}
     if isinstance(value, (tuple, list)):
-        parts = [_named(item, f"{name}[{number}]") for number, item in enumerate(value)]
+        parts = [named(item, f"{name}[{number}]") for number, item in enumerate(value)]
         return {key: tensor for part in parts for key, tensor in part.items()}
     return {}
 
 
-def _replace(value: Any, fresh: Mapping[int, torch.Tensor]) -> Any:
-    if _is_tensor(value):
+def replace(value: Any, fresh: Mapping[int, torch.Tensor]) -> Any:
+    if is_tensor(value):
         return fresh[id(value)]
     if isinstance(value, dict):
-        return {key: _replace(item, fresh) for key, item in value.items()}
+        return {key: replace(item, fresh) for key, item in value.items()}
     if isinstance(value, (tuple, list)):
-        return type(value)(_replace(item, fresh) for item in value)
+        return type(value)(replace(item, fresh) for item in value)
     return value

@@ -1,0 +1,114 @@
+"""A kernel to judge: what it stands for, what it claims, where it runs."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from .._contract import OpContract, Sample
+from .._discovery import registry
+from .._errors import KernelUnavailable
+from .._kernel import EAGER, KernelSpec
+from .._registry import Registry
+from .._target import check_kernel, load_target
+from ._case import Case
+
+if TYPE_CHECKING:
+    import torch
+
+Kernel = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Subject:
+    """One kernel for one contract, on one device in one dtype. `spec` holds its claims."""
+
+    contract: OpContract
+    name: str
+    kernel: Kernel
+    spec: KernelSpec
+    device: torch.device
+    dtype: torch.dtype
+
+    @classmethod
+    def of(
+        cls,
+        op: str,
+        variant: str,
+        kernel: Kernel | str,
+        *,
+        device: str = "cpu",
+        dtype: str = "float32",
+        known: Registry | None = None,
+    ) -> Subject:
+        """`kernel` is a function, which claims nothing but a backward, or the name of a registered kernel.
+
+        Raises `OpslotError`s when there is no such kernel or it cannot run here, `ValueError` for a dtype that the
+        contract has no tolerance for.
+        """
+        import torch
+
+        known = known or registry()
+        contract = known.contract(op, variant)
+        if dtype not in contract.tolerances:
+            valid = ", ".join(sorted(contract.tolerances))
+            raise ValueError(f"{contract} has tolerances for {valid}, not for {dtype!r}")
+        plain = KernelSpec(op=contract.op, variant=contract.variant, name="function", target=contract.reference)
+        if not isinstance(kernel, str):
+            name = getattr(kernel, "__qualname__", repr(kernel))
+            check_kernel(kernel, contract.signature(), f"kernel {name} for {contract}")
+            spec = replace(plain, target=kernel)
+            return cls(contract, name, kernel, spec, torch.device(device), getattr(torch, dtype))
+        offer = known.choose(op, variant, kernel, known.describe(device)).offer
+        if offer is None:
+            return cls(contract, EAGER, contract.load_reference(), plain, torch.device(device), getattr(torch, dtype))
+        return cls(contract, kernel, known.load(offer), offer.spec, torch.device(device), getattr(torch, dtype))
+
+    @property
+    def dtype_name(self) -> str:
+        return str(self.dtype).removeprefix("torch.")
+
+    def samples(self, seed: int, dtype: torch.dtype | None = None) -> Iterator[Sample]:
+        make = load_target(self.contract.samples, f"the samples of {self.contract}")
+        found: Iterator[Sample] = make(self.device, dtype or self.dtype, seed)
+        return found
+
+    def case(self, sample: Sample, seed: int) -> Case:
+        where = (
+            f"{self.contract}, kernel {self.name}, sample {sample.name!r} "
+            f"({self.dtype_name} on {self.device}, seed {seed})"
+        )
+        return Case(
+            contract=self.contract,
+            reference=self.contract.load_reference(),
+            kernel=self.kernel,
+            sample=sample,
+            tolerance=self.contract.tolerances[self.dtype_name],
+            differentiable=self.spec.backward,
+            where=where,
+            seed=seed + zlib.crc32(sample.name.encode()) % 1000,
+        )
+
+    def cases(self, seed: int) -> Iterator[Case]:
+        """One for each sample that the kernel takes. Raises `AssertionError` when it takes none, or changes one.
+
+        A kernel may have limits beyond its spec, which it states by raising `KernelUnavailable`: nothing else will do.
+        """
+        taken, refusals = 0, []
+        for sample in self.samples(seed):
+            case = self.case(sample, seed)
+            _ = case.before, case.exact, case.eager
+            with case.noted():
+                try:
+                    case.without_gradients()
+                except KernelUnavailable as refusal:
+                    refusals.append(f"{sample.name!r}: {refusal}")
+                    continue
+                case.assert_unchanged("forward")
+            taken += 1
+            yield case
+        if not taken:
+            why = f"the kernel refuses all: {'; '.join(refusals)}" if refusals else "the contract has no samples"
+            raise AssertionError(f"{self.contract}, kernel {self.name} ({self.dtype_name}): nothing to judge by: {why}")
