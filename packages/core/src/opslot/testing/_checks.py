@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import islice, pairwise
 from typing import TYPE_CHECKING, Any
@@ -256,8 +256,7 @@ def functional(subject: Subject, seed: int) -> None:
                 continue
             expected = case.expected(incoming)
             try:
-                _, pull = torch.func.vjp(call, *given)
-                found = pull(sent)
+                found = torch.func.vjp(call, *given)[1](sent)
             except REFUSALS:
                 pass
             else:
@@ -274,8 +273,7 @@ def functional(subject: Subject, seed: int) -> None:
                         case.compare(f"output {number} under torch.func.vmap", each, value)
             tangents = tuple(torch.ones_like(t) for t in given)
             try:
-                # mypy takes it for the form with has_aux, which returns three.
-                _, pushed = torch.func.jvp(call, tuple(given), tangents)  # type: ignore[misc]
+                pushed = torch.func.jvp(call, tuple(given), tangents)[1]
             except REFUSALS:
                 continue
             # <incoming, J 1> is the sum of all gradients of the leaves.
@@ -347,8 +345,6 @@ def deterministic(subject: Subject, seed: int) -> None:
 
 def batch_invariant(subject: Subject, seed: int) -> None:
     """Where claimed: a row's outputs and gradients are the same bits whatever rows stand beside it."""
-    import torch
-
     if not subject.spec.batch_invariant:
         return
     rows = subject.contract.rows
@@ -359,17 +355,16 @@ def batch_invariant(subject: Subject, seed: int) -> None:
     lead, dim = next(iter(rows.items()))
     for case in subject.cases(seed):
         with case.noted():
-            there = rows.keys() <= case.given.keys() and case.given[lead].dim() > max(dim, 0)
+            there = rows.keys() <= case.given.keys() and case.given[lead].dim() > max(dim, 1)
             if not there or "cu_seqlens" in case.given:
                 continue
             count = case.given[lead].shape[dim]
             whole = _row_bits(case, {}, dim)
-            for few in {1, count // 2} - {0, count}:
+            for few in {few for few in (1, count // 2) if 0 < few < count}:
                 cut = {name: case.given[name].detach().narrow(where, 0, few) for name, where in rows.items()}
                 for a, b in zip(_row_bits(case, cut, dim), whole, strict=True):
                     if not _same((a, b.narrow(dim, 0, few))):
                         case.fail(f"claims batch_invariant, but {few} of {count} rows alone give other bits")
-    del torch
 
 
 def _row_bits(case: Case, cut: Mapping[str, torch.Tensor], dim: int) -> list[torch.Tensor]:
@@ -525,26 +520,21 @@ def custom_ops(subject: Subject, seed: int) -> None:
 def threads(subject: Subject, seed: int) -> None:
     """Two threads at once, each with samples of its own, get what one gets."""
     cases = list(subject.cases(seed))
-    runs: dict[int, Run] = {}
 
-    def work(mine: list[int]) -> None:
-        for number in mine:
-            runs[number] = cases[number].run()
+    def work(mine: list[Case]) -> list[tuple[Case, Run]]:
+        found = []
+        for case in mine:
+            with case.noted():
+                found.append((case, case.run()))
+        return found
 
-    numbers = list(range(len(cases)))
-    workers = [threading.Thread(target=work, args=(part,)) for part in (numbers, numbers[::-1])]
-    for case in cases:
-        _ = case.eager, case.exact
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
-    for number, case in enumerate(cases):
-        with case.noted():
-            if number not in runs:
-                case.fail("the kernel raised in a second thread")
-            case.assert_outputs(runs[number], " in a second thread")
-            _assert_random_gradients(case, runs[number])
+    with ThreadPoolExecutor(2) as pool:
+        futures = [pool.submit(work, part) for part in (cases, cases[::-1])]
+        for future in futures:
+            for case, run in future.result():
+                with case.noted():
+                    case.assert_outputs(run, " in a second thread")
+                    _assert_random_gradients(case, run, "of a call in a second thread")
 
 
 def streams(subject: Subject, seed: int) -> None:
@@ -604,9 +594,8 @@ def _assert_close(case: Case, what: str, mine: Sequence[Any], eager: Sequence[An
                 case.fail(f"{what}, number {place}: {got!r}, eager gives {like!r}"[:500])
             continue
         limit = 2 * (case.tolerance.atol + case.tolerance.rtol * float(like.detach().abs().max()))
-        for part, other in zip(
-            got.detach().reshape(-1).split(2**28), like.detach().reshape(-1).split(2**28), strict=True
-        ):
+        parts, others = (tensor.detach().reshape(-1).split(2**28) for tensor in (got, like))
+        for part, other in zip(parts, others, strict=True):
             worst = float((part.float() - other.float()).abs().max())
             if not worst <= limit:
                 case.fail(f"{what}, number {place}: differs from eager by {worst:.3g}, allowed {limit:.3g}")

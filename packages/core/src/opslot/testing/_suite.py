@@ -65,7 +65,8 @@ class KernelSuite:
     `backend`: the backend's or its distribution's name: all its kernels. Or `op`, `variant` and `kernel`: a registered
     name or a function. `devices` are those to run on; one that is not there, or that a kernel's spec excludes, is
     skipped with the reason. `dtypes`, empty: those of the kernel's spec, by default float32, bfloat16 and float16.
-    `checks`: all of `opslot.testing.CHECKS` but "large", which takes most of a GPU's memory. `seconds` is the time limit of one check.
+    `checks`: all of `opslot.testing.CHECKS` but "large", which takes most of a GPU's memory. `seconds` is the
+    time limit of one check.
     """
 
     backend: ClassVar[str] = ""
