@@ -44,16 +44,23 @@ class _Site:
 
 
 def bind(
-    model: "torch.nn.Module", ops: "Ops" = None, *, device: Any = None, registry: Registry | None = None
+    model: "torch.nn.Module",
+    ops: "Ops" = None,
+    *,
+    device: Any = None,
+    probe: bool | None = None,
+    registry: Registry | None = None,
 ) -> Binding:
     """Bind the kernels that `ops` chooses to the slots of `model`, and say what was done.
 
     `ops`: see `OpsConfig.parse`; None means "auto". The variable OPSLOT_OPS wins over it. `device`: what to judge
     kernels for, a `torch.device`, a string or a `Device`; by default the device that the model's parameters are on, or
     the present accelerator while they are on the CPU or on meta, since models are often built there and moved.
+    `probe`: first compare values and gradients of each chosen kernel with its contract's reference, on this device;
+    None means what the configuration says (`probe: true`), by default no.
 
     Binding again replaces what an earlier binding wrote. Raises an `OpslotError` and leaves the model as it was when a
-    name is unknown, an explicitly chosen kernel cannot run on the device, or a module cannot use it.
+    name is unknown, an explicitly chosen kernel cannot run on the device, a module cannot use it, or a probe fails.
     """
     registry = registry or default_registry()
     config = OpsConfig.effective(ops)
@@ -67,7 +74,7 @@ def bind(
     attention = _attention(model, config)
     judged = registry.describe(device) if device is not None else _device_of(model, registry)
 
-    rows, writes = [], []
+    rows, writes, chosen = [], [], []
     planner = _Planner(registry, judged)
     for site in sites:
         name, why = rules.decide(site)
@@ -75,7 +82,13 @@ def bind(
         reason = choice.reason if name == AUTO else f"{choice.reason}: {why}"
         source = planner.provenance(slot)
         rows.append(Row.of(site.names[0], site.attribute, site.contract, choice.offer, reason, source))
+        if choice.offer is not None:
+            chosen.append((site.names[0], site.contract, choice.offer, parameter_dtypes(site.module)))
         writes.append(Write(site.module, site.names, site.attribute, slot, planner.original(site), site.contract))
+    if config.setting("probe")[0] if probe is None else probe:
+        from ._probe import probe as check
+
+        check(chosen, model, judged, registry)
     failures = registry.missing().removeprefix(". ")
     binding = Binding(model, judged, tuple(rows), tuple(writes), rules.unused, failures, attention)
     with ExitStack() as undo:  # what a handler of the log raises is an error like any other
@@ -88,7 +101,12 @@ def bind(
 
 @contextmanager
 def bound(
-    model: "torch.nn.Module", ops: "Ops" = None, *, device: Any = None, registry: Registry | None = None
+    model: "torch.nn.Module",
+    ops: "Ops" = None,
+    *,
+    device: Any = None,
+    probe: bool | None = None,
+    registry: Registry | None = None,
 ) -> Iterator[Binding]:
     """`bind` for the length of a `with` block. Afterwards the slots are what they were before, bound or not.
 
@@ -96,7 +114,7 @@ def bound(
     """
     registry = registry or default_registry()
     before = _held(_sites(model, registry))
-    binding = bind(model, ops, device=device, registry=registry)
+    binding = bind(model, ops, device=device, probe=probe, registry=registry)
     try:
         yield binding
     finally:

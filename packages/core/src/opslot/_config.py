@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     Choices = Mapping[str, str | Mapping[str, str]]
 
 VARIABLE = "OPSLOT_OPS"
-_WORDS = ("default", "attn_implementation", "modules", "strict")
+_WORDS = ("default", "attn_implementation", "modules", "probe", "strict")
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,8 @@ class OpsConfig:
     name, `{0-3,5}` stands for these numbers, a part `**` for any number of parts, an empty glob for the model itself,
     and the last glob that matches wins. `default` holds for every op that nothing else names; None means "auto".
     `attn_implementation` is passed on to transformers by those who build models. With `strict`, a choice that has no
-    effect is an error instead of a warning. Read these three with `setting`, since a lower layer may say them.
+    effect is an error instead of a warning; with `probe`, each kernel is compared with its contract's reference before
+    it is bound. Read these four with `setting`, since a lower layer may say them.
 
     `origin` says in reports and errors where the choice was written. `outside` are the names that stand beside
     `model:` or `ops_implementation:` in a file that holds more than this. `base` is the configuration that this one
@@ -59,6 +60,7 @@ class OpsConfig:
     default: str | None = None
     attn_implementation: str | None = None
     strict: bool = False
+    probe: bool = False
     origin: str = "code"
     outside: tuple[str, ...] = ()
     base: "OpsConfig | None" = None
@@ -69,8 +71,8 @@ class OpsConfig:
         TOML or JSON file.
 
         In a file or mapping the fields may stand at the top or under `model: ops_implementation:`, beside `modules:`,
-        `default:`, `strict:` and `attn_implementation:`. Raises `ConfigError`. Whether a field or a kernel exists is
-        judged by `rules`.
+        `default:`, `strict:`, `probe:` and `attn_implementation:`. Raises `ConfigError`. Whether a field or a kernel
+        exists is judged by `rules`.
         """
         if isinstance(value, OpsConfig):
             return value
@@ -123,9 +125,8 @@ class OpsConfig:
                 if not isinstance(tree, Mapping):
                     raise ConfigError(f"{origin}: {level} must be a mapping, got {tree!r}")
         rest = dict(tree)
-        modules, strict = rest.pop("modules", {}), rest.pop("strict", False)
-        if not isinstance(strict, bool):
-            raise ConfigError(f"{origin}: strict must be true or false, got {strict!r}")
+        modules = rest.pop("modules", {})
+        strict, probe = (_flag(name, rest.pop(name, False), origin) for name in ("strict", "probe"))
         if not isinstance(modules, Mapping):
             raise ConfigError(f"{origin}: modules must map globs to choices, got {modules!r}")
         overrides = {}
@@ -155,6 +156,7 @@ class OpsConfig:
             default=default,
             attn_implementation=attention,
             strict=strict,
+            probe=probe,
             origin=origin,
             outside=names,
         )
@@ -165,7 +167,7 @@ class OpsConfig:
         return replace(self, base=below if self.base is None else self.base.over(below))
 
     def setting(self, name: str) -> tuple[Any, str]:
-        """`default`, `attn_implementation` or `strict` from the topmost layer that says it, and that layer's origin."""
+        """`default`, `attn_implementation`, `strict` or `probe` from the topmost layer that says it, and its origin."""
         value = getattr(self, name)
         return (value, self.origin) if value or self.base is None else self.base.setting(name)
 
@@ -210,8 +212,7 @@ class OpsConfig:
         tree: dict[str, Any] = {} if self.default is None else {"default": self.default}
         if self.attn_implementation is not None:
             tree["attn_implementation"] = self.attn_implementation
-        if self.strict:
-            tree["strict"] = True
+        tree |= {name: True for name in ("strict", "probe") if getattr(self, name)}
         tree |= {name: value if isinstance(value, str) else dict(value) for name, value in self.choices.items()}
         if self.modules:
             tree["modules"] = {glob: dict(choices) for glob, choices in self.modules.items()}
@@ -255,6 +256,12 @@ class OpsConfig:
             if distribution_of(op, kernel) is None:
                 raise UnknownKernel(f"{where}: no kernel {kernel!r} for {op}, an op without a contract here")
         return Rule(None, " and ".join(sorted(named)) or EAGER, name, self.origin, glob)
+
+
+def _flag(name: str, value: Any, origin: str) -> bool:
+    if not isinstance(value, bool):
+        raise ConfigError(f"{origin}: {name} must be true or false, got {value!r}")
+    return value
 
 
 def _choices(tree: Mapping[Any, Any], origin: str) -> dict[str, str | Mapping[str, str]]:

@@ -11,7 +11,7 @@ from ._requires import check_strings
 from ._target import Target, check_target, load_target
 
 # What stands beside the ops in a configuration.
-_RESERVED = {"default", "strict", "modules", "model", "ops_implementation", "attn_implementation"}
+_RESERVED = {"default", "probe", "strict", "modules", "model", "ops_implementation", "attn_implementation"}
 _NAME = re.compile(r"[a-z][a-z0-9_]*")
 
 Key = tuple[str, str]

@@ -9,13 +9,13 @@ from typing import Any
 
 from opslot import AUTO, Device, OpContract, OpslotError, Registry
 from opslot._target import plain_signature
-from opslot.tools import backends, diff, doctor, resolve
+from opslot.tools import backends, diff, doctor, resolve, verify
 from opslot.tools.output import print_json, print_table, quiet_registry
 
 EXIT_CODES = (
     "exit codes: 0 done, or no difference (diff); 1 an error, a backend that failed to load (backends), a choice that "
-    "cannot be (resolve), a difference (diff), or a problem that was found (doctor); 2 wrong usage, or a file that "
-    "cannot be compared (diff)"
+    "cannot be (resolve), a difference (diff), or a problem that was found (doctor, verify); 2 wrong usage, or a file "
+    "that cannot be compared (diff)"
 )
 
 
@@ -42,6 +42,7 @@ def _parser() -> argparse.ArgumentParser:
         ("backends", backends.run, "the installed backends, and what failed to load"),
         ("explain", _explain, "one op: its maths, its config fields, its kernels"),
         ("resolve", resolve.run, "what a configuration means on a machine, or the explicit form of it"),
+        ("verify", verify.run, "whether kernels are what their contracts say, in values, gradients and manners"),
         ("diff", diff.run, "what differs between two bindings written by Binding.to_json()"),
         ("doctor", doctor.run, "what is wrong with this environment, and what to do about it"),
     ):
@@ -52,6 +53,8 @@ def _parser() -> argparse.ArgumentParser:
             command.add_argument("op", metavar="OP[/VARIANT]", help="an op, one variant of it, or its config field")
         elif name == "backends":
             backends.add_check(command)
+        elif name == "verify":
+            verify.add_arguments(command)
         elif name == "resolve":
             resolve.add_arguments(command)
         elif name == "diff":

@@ -1,0 +1,72 @@
+"""Probe: is each chosen kernel right here, on this device, before anything is bound?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import islice
+from typing import TYPE_CHECKING
+
+from ._contract import OpContract
+from ._device import Device
+from ._errors import BindError
+from ._registry import Offer, Registry
+
+if TYPE_CHECKING:
+    import torch
+
+# The first samples of a contract are ordinary ones: enough to see a wrong variant, a lost gradient, a miscompilation.
+_SAMPLES = 3
+
+
+def probe(
+    wanted: Iterable[tuple[str, OpContract, Offer, tuple[str, ...]]],
+    model: torch.nn.Module,
+    judged: Device,
+    registry: Registry,
+) -> None:
+    """Compare values and gradients of each kernel with its contract's reference, on the device that it is bound for.
+
+    `wanted` are module, contract, kernel and the dtypes of the module's parameters. Each kernel runs once a dtype, on
+    small random inputs, against the reference in float64 on the CPU. Raises `BindError` for the first that differs, and
+    when the device is not here.
+    """
+    import torch
+
+    from .testing._subject import Subject
+
+    device = _torch_device(model, judged, registry)
+    fallback = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.get_default_dtype())
+    done = set()
+    for module, contract, offer, dtypes in wanted:
+        for dtype in dtypes or (str(fallback).removeprefix("torch."),):
+            if (offer, dtype) in done or dtype not in contract.tolerances:
+                continue
+            done.add((offer, dtype))
+            kernel = registry.load(offer)
+            subject = Subject(contract, offer.selector, kernel, offer.spec, device, getattr(torch, dtype))
+            try:
+                for case in islice(subject.cases(0), _SAMPLES):
+                    with case.noted():
+                        run = case.run()
+                        case.assert_outputs(run)
+                        if case.has_gradients:
+                            _, incoming = next(case.incoming(case.eager.outputs))
+                            case.assert_gradients(run, incoming, "probed")
+            except AssertionError as error:
+                raise BindError(
+                    f"{module or type(model).__name__}: the kernel failed its probe, so nothing was bound: {error}. "
+                    f"Choose {contract.op}: eager, or do without the probe; `opslot verify {contract} --kernel "
+                    f"{offer.spec.name}` says more"
+                ) from error
+
+
+def _torch_device(model: torch.nn.Module, judged: Device, registry: Registry) -> torch.device:
+    import torch
+
+    candidates = [p.device for p in islice(model.parameters(), 1) if p.device.type != "meta"]
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    candidates += [accelerator] if accelerator is not None else []
+    for device in (*candidates, torch.device("cpu")):
+        if registry.describe(device) == judged:
+            return device
+    raise BindError(f"a probe runs the kernels, and {judged} is not here: bind without it, or on that machine")
