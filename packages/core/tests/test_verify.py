@@ -1,0 +1,136 @@
+"""`opslot verify`: whatever a kernel does to its process is a finding with the command that shows it again."""
+
+import json
+import re
+
+import pytest
+
+KERNELS = """
+import os, time
+import torch
+from opslot import KernelUnavailable
+from opslot.ops.rms_norm import rms_norm
+
+def good(x, weight, eps):
+    print("a kernel that talks", flush=True)
+    os.write(1, b"and one that writes past Python")
+    return rms_norm(x, weight, eps)
+
+def hangs(x, weight, eps):
+    time.sleep(600)
+
+def dies(x, weight, eps):
+    os.kill(os.getpid(), 9)
+
+def leaves(x, weight, eps):
+    raise SystemExit(0)
+
+def greedy(x, weight, eps):
+    return rms_norm(x, weight, eps) + torch.empty(2**52)[:1]
+
+def stays_on_meta(x, weight, eps):
+    return torch.empty_like(x, device="meta")
+
+class Function(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, eps):
+        return rms_norm(x, weight, eps)
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise RuntimeError("no kernel image is available")
+
+def breaks_in_backward(x, weight, eps):
+    return Function.apply(x, weight, eps)
+
+def reference(x):
+    return x * 1
+
+def samples(device, dtype, seed):
+    return iter(())
+"""
+FAULTS = {
+    "hangs": "takes more than 5 seconds",
+    "dies": "ended its process with code -9",
+    "leaves": "ended its process with code 0",
+    "greedy": "raised RuntimeError: ",
+    "stays_on_meta": "output 0 has device meta, the reference gives cpu",
+    "breaks_in_backward": "raised RuntimeError: no kernel image is available",
+}
+
+
+def outcomes_of(site):
+    names = ["good", *FAULTS]
+    kernels = "".join(f"KernelSpec(op='rms_norm', name={n!r}, target='acme_kernels:{n}')," for n in names)
+    npu = "requires=Requires(devices=('npu',))"
+    kernels += f"KernelSpec(op='rms_norm', name='elsewhere', target='acme_kernels:good', {npu}),"
+    kernels += "KernelSpec(op='nothing', name='unjudged', target='acme_kernels:reference'),"
+    contract = (
+        "OpContract(op='nothing', variant='standard', summary='', reference='acme_kernels:reference', "
+        "samples='acme_kernels:samples', tolerances={'float32': Tolerance(0, 0)}),"
+    )
+    site.add("acme", site.offering(contract, kernels))
+    (site.path / "acme_kernels.py").write_text(KERNELS)
+    common = ("-m", "opslot", "verify", "--json", "--device", "cpu", "--dtype", "float32", "--check", "values")
+    found = []
+    for what in (("rms_norm/standard", "--check", "gradients", "--seconds", "5"), ("nothing",)):
+        printed = site.python(*common, *what, code=1)
+        found.append(json.loads(printed[printed.index("{") :]))
+    return found
+
+
+@pytest.fixture
+def found(site):
+    return outcomes_of(site)
+
+
+def test_every_fault_is_a_finding(found):
+    rms_norm, nothing = found
+    problems = {}
+    for outcome in rms_norm["outcomes"]:
+        if outcome["problem"]:
+            problems.setdefault(outcome["kernel"], {})[outcome["check"]] = outcome["problem"]
+    assert problems.keys() == FAULTS.keys()
+    for kernel, words in FAULTS.items():
+        check = "gradients" if kernel == "breaks_in_backward" else "values"
+        assert words in problems[kernel][check]
+        assert f"rms_norm/standard, kernel {kernel}" in problems[kernel][check]
+        assert "seed 0" in problems[kernel][check]
+    # One that dies does not take the checks after it along.
+    done = {(outcome["kernel"], outcome["check"]) for outcome in rms_norm["outcomes"]}
+    assert done >= {(kernel, check) for kernel in (*FAULTS, "good") for check in ("values", "gradients")}
+    (absent,) = rms_norm["not_run"]
+    assert absent["kernel"] == "rms_norm/standard:elsewhere"
+    assert absent["reason"].startswith("needs a npu device, this is cpu")
+    (unjudged,) = [outcome for outcome in nothing["outcomes"] if outcome["problem"]]
+    assert "nothing to judge by: the contract has no samples" in unjudged["problem"]
+
+
+def test_the_table_and_the_command_that_shows_it_again(site):
+    site.add("acme", site.offering("", "KernelSpec(op='rms_norm', name='dies', target='acme_kernels:dies'),"))
+    (site.path / "acme_kernels.py").write_text(KERNELS)
+    arguments = ("rms_norm/standard", "--kernel", "dies", "--device", "cpu", "--dtype", "float32", "--check", "values")
+    printed = site.python("-m", "opslot", "verify", *arguments, code=1)
+    assert "rms_norm/standard  dies    float32  0       values  0.0" in printed
+    again = "opslot verify rms_norm/standard --kernel dies --device cpu --dtype float32 --check values --seed 0"
+    assert f"again: {again}\n" in printed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        (("rms_nrom",), "unknown op 'rms_nrom', did you mean 'rms_norm'"),
+        (("rms_norm/standard", "--kernel", "other"), "no kernel 'other' for rms_norm/standard"),
+        (("--kernel", "other"), "no op has a kernel 'other'"),
+        (("rms_norm", "--device", "cuda:99"), "device 'cuda:99'"),
+        (("rms_norm", "--kernel", "eager", "--dtype", "float8"), "has tolerances for .*, not for 'float8'"),
+    ],
+)
+def test_what_cannot_be_verified_says_why(site, arguments, error):
+    assert re.search(error, site.python("-m", "opslot", "verify", *arguments, code=1))
+
+
+def test_eager_passes(site):
+    arguments = ("glu/swiglu", "--kernel", "eager", "--device", "cpu", "--dtype", "float32", "--check", "values")
+    printed = site.python("-m", "opslot", "verify", *arguments)
+    assert "glu/swiglu  eager   float32  1       -" in printed
