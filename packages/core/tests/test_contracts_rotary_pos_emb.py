@@ -1,6 +1,5 @@
 """rotary_pos_emb: every variant is transformers' own function, and none passes for another."""
 
-import opslot
 import pytest
 import torch
 from opslot.ops.rotary_pos_emb import (
@@ -76,21 +75,6 @@ def test_interleaved_reads_the_first_half_of_its_tables():
     cos[..., 4:], sin[..., 4:] = torch.nan, torch.nan
     after = interleaved_rotary_pos_emb(q, k, cos, sin)
     assert all(map(torch.equal, before, after))
-
-
-@pytest.mark.parametrize("variant", ["full", "partial", "interleaved", "half_table"])
-def test_rows_are_sequences(variant):
-    """A row run alone gives what it gives among others, and other rows' positions do not matter to it."""
-    contract = opslot.registry().contract("rotary_pos_emb", variant)
-    assert dict(contract.rows) == {"q": 0, "k": 0, "cos": 0, "sin": 0}
-    shape = {"batch": 3, "tokens": 5, "heads": 4, "kv_heads": 2, "dim": 16}
-    sample = contract.workload.problem(
-        "cpu", torch.float32, 0, **shape, table={"partial": 4, "half_table": 8}.get(variant, 16)
-    )
-    rotate = contract.load_reference()
-    alone = rotate(*(tensor[1:2] for tensor in sample.args))
-    for whole, row in zip(rotate(*sample.args), alone, strict=True):
-        assert torch.equal(whole[1:2], row)
 
 
 def pairs_in_place(q, k, cos, sin, unsqueeze_dim=1):
