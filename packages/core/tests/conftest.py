@@ -1,14 +1,18 @@
+import importlib
 import os
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
 from opslot import Backend, KernelSpec, OpContract, OpSlot, Priority, Registry, Requires, Sample, Tolerance
 from opslot._device import CORE_KINDS
+from packaging.version import Version
 
 
 def scale(x: torch.Tensor, weight: torch.Tensor, factor: float = 2.0) -> torch.Tensor:
@@ -150,6 +154,37 @@ class Site:
         )
         assert done.returncode == code, done.stdout
         return done.stdout
+
+
+@pytest.fixture
+def modeling() -> Callable[[str], ModuleType]:
+    """The module of a model's classes in transformers, by the model's name."""
+    transformers = pytest.importorskip("transformers", reason="the core does not depend on transformers")
+    if Version(transformers.__version__) < Version("5.24"):
+        pytest.skip(
+            f"the contracts are those of transformers 5.24, {transformers.__version__} may compute another thing"
+        )
+    return lambda model: importlib.import_module(f"transformers.models.{model}.modeling_{model}")
+
+
+@pytest.fixture
+def assert_same() -> Callable[..., None]:
+    """Equal bits in outputs, and in every gradient for one random incoming gradient."""
+
+    def bits(mine: torch.Tensor, theirs: torch.Tensor, what: str) -> None:
+        assert mine.dtype == theirs.dtype, what
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=0, equal_nan=True, msg=lambda text: f"{what}: {text}")
+
+    def check(ours: Any, theirs: Any, inputs: Sequence[torch.Tensor]) -> None:
+        ours, theirs = (value if isinstance(value, tuple) else (value,) for value in (ours, theirs))
+        for number, (mine, yours) in enumerate(zip(ours, theirs, strict=True)):
+            bits(mine, yours, f"output {number}")
+        incoming = [torch.randn_like(output) for output in ours]
+        gradients = (torch.autograd.grad(outputs, inputs, incoming) for outputs in (ours, theirs))
+        for number, (mine, yours) in enumerate(zip(*gradients, strict=True)):
+            bits(mine, yours, f"the gradient of input {number}")
+
+    return check
 
 
 @pytest.fixture

@@ -59,11 +59,13 @@ def bare(monkeypatch) -> Registry:
 
 @pytest.fixture
 def full(bare) -> Registry:
-    """Beside it two backends that offer what VeOmni's defaults name."""
+    """Beside it three backends that offer what VeOmni's defaults name."""
     liger, triton = _same_as_its_reference("liger"), _same_as_its_reference("triton")
     moe = [triton[key] for key in triton if key[0] in ("moe_experts", "load_balancing_loss")]
     bare.add(Backend(api=1, kernels=tuple(liger.values())), "opslot-backend-liger", "0.1")
+    fla = [spec for key, spec in _same_as_its_reference("fla").items() if key[0] == "rms_norm_gated"]
     bare.add(Backend(api=1, kernels=tuple(moe)), "opslot-backend-triton-moe", "0.1")
+    bare.add(Backend(api=1, kernels=tuple(fla)), "opslot-backend-fla", "0.1")
     return bare
 
 
@@ -203,12 +205,13 @@ def test_another_machine_is_judged_by_its_device_and_its_packages(full, tmp_path
     )
     full.add(Backend(api=1, kernels=(gated,)), "acme", "1.0")
     config, lock = tmp_path / "ops.yaml", tmp_path / "uv.lock"
-    config.write_text("rms_norm: gated\n", encoding="utf-8")
+    config.write_text("rms_norm: {standard: gated}\n", encoding="utf-8")
     packages = {
         "quack_kernels": "0.6.5",
         "acme": "1.0",
         "opslot-backend-liger": "0.1",
         "opslot-backend-triton-moe": "0.1",
+        "opslot-backend-fla": "0.1",
     }
     text = "".join(f'[[package]]\nname = "{name}"\nversion = "{version}"\n' for name, version in packages.items())
     lock.write_text(text, encoding="utf-8")
