@@ -8,6 +8,7 @@ BACKEND = Backend(
     api=1,
     contracts=(
         cross_entropy_loss.CONTRACT,
+        cross_entropy_loss.TOKEN_CLS,
         glu.CONTRACT,
         load_balancing_loss.CONTRACT,
         moe_experts.CLAMPED,
