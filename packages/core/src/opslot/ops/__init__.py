@@ -2,11 +2,22 @@
 
 from .._backend import Backend
 from .._device import CORE_KINDS
-from . import cross_entropy_loss, glu, load_balancing_loss, moe_experts, rms_norm, rotary_pos_emb
+from . import (
+    causal_conv1d,
+    chunk_gated_delta_rule,
+    cross_entropy_loss,
+    glu,
+    load_balancing_loss,
+    moe_experts,
+    rms_norm,
+    rotary_pos_emb,
+)
 
 BACKEND = Backend(
     api=1,
     contracts=(
+        causal_conv1d.CONTRACT,
+        chunk_gated_delta_rule.CONTRACT,
         cross_entropy_loss.CONTRACT,
         cross_entropy_loss.TOKEN_CLS,
         glu.CONTRACT,
