@@ -3,7 +3,7 @@ import textwrap
 import opslot
 import pytest
 import yaml
-from opslot import ConfigError, OpsConfig, OpslotError
+from opslot import ConfigError, OpsConfig, OpslotError, _catalog
 
 
 def read(tmp_path, text):
@@ -256,15 +256,16 @@ def test_without_the_variable_there_is_no_layer(monkeypatch):
     assert OpsConfig.from_environment() is None
 
 
-def test_a_kernel_of_an_absent_distribution_is_no_typo():
+def test_a_kernel_of_an_absent_distribution_is_no_typo(monkeypatch):
     """Nor is the field of an op that has no contract here: a configuration made for a larger installation parses."""
-    config = OpsConfig.parse({"moe_implementation": "fused_quack", "chunk_gated_delta_rule_implementation": "fla"})
+    monkeypatch.setitem(_catalog.KERNELS, "later_op", {"fla": "opslot-backend-fla"})
+    config = OpsConfig.parse({"moe_implementation": "fused_quack", "later_op_implementation": "fla"})
     keys = {rule.field: rule.key for rule in config.rules(opslot.registry())}
     assert keys == {
         "moe_implementation": ("moe_experts", "standard"),
-        "chunk_gated_delta_rule_implementation": None,
+        "later_op_implementation": None,
     }
-    with pytest.raises(opslot.UnknownKernel, match="no kernel 'flaa' for chunk_gated_delta_rule, an op without"):
-        OpsConfig.parse({"chunk_gated_delta_rule": "flaa"}).rules(opslot.registry())
+    with pytest.raises(opslot.UnknownKernel, match="no kernel 'flaa' for later_op, an op without"):
+        OpsConfig.parse({"later_op": "flaa"}).rules(opslot.registry())
     with pytest.raises(opslot.UnknownKernel, match="opslot-backend-quack would bring it, and is not installed"):
         opslot.registry().offer("moe_experts", "standard", "fused_quack")
