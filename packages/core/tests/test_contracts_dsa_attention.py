@@ -246,7 +246,7 @@ def test_wrong_kernels_for_deepseek_v4_are_caught(kernel):
 
 def on_the_latents(q_nope, q_rot, kv_latent, k_rot, kv_b_weight, indices, scaling, attention_mask=None, *, empty=0.0):
     """As the kernels of the field do it: no key is expanded, the chosen latents are gathered."""
-    (batch, heads, queries, nope), (keys, rank) = q_nope.shape, kv_latent.shape[2:]
+    (batch, heads, _, nope), (keys, rank) = q_nope.shape, kv_latent.shape[2:]
     weight = kv_b_weight.view(heads, -1, rank)
     q = torch.cat([torch.einsum("bhsn,hnr->bhsr", q_nope, weight[:, :nope]), q_rot], dim=-1)
     valid = (indices >= 0) & (indices < keys)
@@ -258,7 +258,9 @@ def on_the_latents(q_nope, q_rot, kv_latent, k_rot, kv_b_weight, indices, scalin
         at = at[..., :0]
         valid = valid[..., :0]
     rows = torch.arange(batch).view(-1, 1, 1)
-    latent, rot = kv_latent[:, 0][rows, at], k_rot[:, 0][rows, at]
+    # Through float32, in which the gradients of a key that many queries chose are then summed.
+    wide = torch.promote_types(q.dtype, torch.float32)
+    latent, rot = (t[:, 0].to(wide)[rows, at].to(q.dtype) for t in (kv_latent, k_rot))
     logits = torch.einsum("bhsd,bskd->bhsk", q, torch.cat([latent, rot], dim=-1)) * scaling
     logits = logits.masked_fill(~valid.unsqueeze(1), torch.finfo(logits.dtype).min)
     p = logits.to(torch.promote_types(logits.dtype, torch.float32)).softmax(-1)
@@ -288,7 +290,7 @@ def values_first(q_nope, q_rot, kv_latent, k_rot, kv_b_weight, indices, scaling,
 @pytest.mark.parametrize(
     ("kernel", "sample"),
     [
-        (average_where_there_is_none, "rows without an index"),
+        (average_where_there_is_none, "ordinary"),
         (without_mask, "boolean mask"),
         (values_first, "ordinary"),
     ],

@@ -33,9 +33,9 @@ def dsa_attention_glm(
         p[h, s] = softmax32 over the chosen keys t of cat(q_nope, q_rot)[h, s] . k[h, t] * scaling
         out[s, h] = sum over t of p[h, s, t] * v[h, t]
 
-    q_nope is [B, H, S, Dn] and q_rot [B, H, S, Dr], the queries' parts without and with rotation. kv_latent, normalised
-    and [B, 1, T, R], and k_rot, rotated and [B, 1, T, Dr], are one for all heads, with what a cache held before them: T may
-    exceed S. kv_b_weight is [H * (Dn + Dv), R], the weight of kv_b_proj, heads outermost. It is an argument
+    q_nope is [B, H, S, Dn] and q_rot [B, H, S, Dr], the queries without and with rotation. kv_latent [B, 1, T, R], after
+    its norm, and k_rot [B, 1, T, Dr], after its rotation, are one for all heads, with what a cache held before
+    them: T may exceed S. kv_b_weight is [H * (Dn + Dv), R], the weight of kv_b_proj, heads outermost. It is an argument
     because the kernels of the field attend to the latents: they multiply the queries by its key half and the result by
     its value half, and expand no key. The result is [B, S, H, Dv].
 
@@ -63,7 +63,7 @@ def dsa_attention_glm(
             f"got {list(kv_latent.shape)} and {list(k_rot.shape)}"
         )
     kv = linear(kv_latent, kv_b_weight).view(batch, keys, heads, kv_b_weight.shape[0] // heads).transpose(1, 2)
-    k_nope, value = kv.split([nope, kv.shape[-1] - nope], dim=-1)
+    k_nope, value = torch.split(kv, [nope, kv.shape[-1] - nope], dim=-1)
     key = torch.cat((k_nope, k_rot.expand(-1, heads, -1, -1)), dim=-1)
     query = torch.cat((q_nope, q_rot), dim=-1)
 
@@ -172,7 +172,7 @@ def glm_samples(device: torch.device | str, dtype: torch.dtype, seed: int) -> It
         # The parts of one tensor, as the model's projection gives them.
         q = draw.normal(batch, queries, heads, nope + rot).transpose(1, 2)
         return (
-            *map(leaf, q.split([nope, rot], dim=-1)),
+            *map(leaf, torch.split(q, [nope, rot], dim=-1)),
             leaf(draw.normal(batch, 1, keys, rank)),
             leaf(draw.normal(batch, 1, keys, rot)),
             leaf(draw.normal(heads * (nope + value), rank, scale=rank**-0.5)),
@@ -309,11 +309,13 @@ def deepseek_v4_samples(device: torch.device | str, dtype: torch.dtype, seed: in
 def glm_problem(
     device: torch.device | str, dtype: torch.dtype, seed: int, *, queries: int, keys: int, heads: int, top_k: int
 ) -> Sample:
+    import torch
+
     draw = Draw(device, dtype, seed, in_place=True)
     q = draw.normal(1, queries, heads, _NOPE + _ROT).transpose(1, 2)
     latents = draw.normal(1, 1, keys, _RANK), draw.normal(1, 1, keys, _ROT)
     weight = draw.normal(heads * (_NOPE + _VALUE), _RANK, scale=_RANK**-0.5)
-    leaves = map(leaf, (*q.split([_NOPE, _ROT], dim=-1), *latents, weight))
+    leaves = map(leaf, (*torch.split(q, [_NOPE, _ROT], dim=-1), *latents, weight))
     return Sample("problem", (*leaves, _chosen(draw, 1, queries, keys, top_k), (_NOPE + _ROT) ** -0.5))
 
 

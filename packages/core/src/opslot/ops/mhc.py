@@ -46,8 +46,8 @@ def mhc_pre(
         raise ValueError(f"mhc/pre: sinkhorn_iters must be at least 1, got {sinkhorn_iters}")
     count = streams.shape[-2]
     sizes = [count, count, count * count]
-    pre_w, post_w, comb_w = _projected(streams, fn, norm_eps).split(sizes, dim=-1)
-    pre_b, post_b, comb_b = base.split(sizes)
+    pre_w, post_w, comb_w = torch.split(_projected(streams, fn, norm_eps), sizes, dim=-1)
+    pre_b, post_b, comb_b = torch.split(base, sizes)
     pre_scale, post_scale, comb_scale = scale.unbind(0)
 
     pre = torch.sigmoid(pre_w * pre_scale + pre_b) + hc_eps
