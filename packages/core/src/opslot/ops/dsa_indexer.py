@@ -140,7 +140,7 @@ def _scored(
     q[..., -3:] = 0
     q[:, :, 0, -2:] = 1
     q[:, :, 0, -3] = 2.0 ** math.ceil(math.log2(4 * dim))
-    weights[:, :, 0] = 1
+    weights[:, :, 0] = (2.0 ** draw.integers(3, batch, queries)).to(draw.dtype)
     return leaf(q), leaf(k), leaf(weights)
 
 

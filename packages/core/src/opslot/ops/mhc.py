@@ -52,7 +52,7 @@ def mhc_pre(
 
     pre = torch.sigmoid(pre_w * pre_scale + pre_b) + hc_eps
     post = 2 * torch.sigmoid(post_w * post_scale + post_b)
-    comb_w = comb_w.unflatten(-1, (count, count))
+    comb_w = comb_w.view(*comb_w.shape[:-1], count, count)
     comb = torch.softmax(comb_w * comb_scale + comb_b.view(count, count), dim=-1) + hc_eps
     comb = comb / (comb.sum(dim=-2, keepdim=True) + hc_eps)
     for _ in range(sinkhorn_iters - 1):
@@ -179,7 +179,7 @@ def post_samples(device: torch.device | str, dtype: torch.dtype, seed: int) -> I
 
     def weights(batch: int, length: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
         post = 2 * draw.normal(batch, length, count, dtype=wide).sigmoid()
-        return post, draw.normal(batch, length, count, count, dtype=wide).softmax(-1)
+        return post, draw.normal(batch, length, count, count, dtype=wide).sigmoid() / count
 
     def case(name: str, output: torch.Tensor, residual: torch.Tensor) -> Sample:
         post, comb = weights(*residual.shape[:3])
