@@ -33,9 +33,9 @@ def dsa_attention_glm(
         p[h, s] = softmax32 over the chosen keys t of cat(q_nope, q_rot)[h, s] . k[h, t] * scaling
         out[s, h] = sum over t of p[h, s, t] * v[h, t]
 
-    q_nope is [B, H, S, Dn] and q_rot [B, H, S, Dr], the queries' halves. kv_latent [B, 1, T, R], after its
-    norm, and k_rot [B, 1, T, Dr], rotated, are one for all heads, with what a cache held before them: T may exceed
-    S. kv_b_weight is [H * (Dn + Dv), R], the weight of kv_b_proj, heads outermost. It is an argument
+    q_nope [B, H, S, Dn] and q_rot [B, H, S, Dr] are the queries' parts without and with rotation. kv_latent
+    [B, 1, T, R], after its norm, and k_rot [B, 1, T, Dr], rotated, are one for all heads, with what a cache held before
+    them: T may exceed S. kv_b_weight [H * (Dn + Dv), R] is the weight of kv_b_proj, heads outermost. It is an argument
     because the kernels of the field attend to the latents: they multiply the queries by its key half and the result by
     its value half, and expand no key. The result is [B, S, H, Dv].
 

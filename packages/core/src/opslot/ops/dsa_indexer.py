@@ -133,7 +133,7 @@ def _scored(
     k = (draw.integers(5, batch, keys, dim) - 2).to(draw.dtype)
     weights = (draw.integers(5, batch, queries, heads) - 2).to(draw.dtype)
     place = draw.ranks(batch, keys)
-    step = 2.0 ** -math.ceil(math.log2(max(keys, 2)))
+    step = 2.0 ** -math.ceil(math.log2(4 * max(keys, 2)))  # below 1 also when head 0 weighs 4
     k[..., -1] = ((place // 32) * (32 * step)).to(draw.dtype)
     k[..., -2] = ((place % 32) * step).to(draw.dtype)
     k[..., -3] = 1
@@ -190,7 +190,7 @@ def glm_samples(device: torch.device | str, dtype: torch.dtype, seed: int) -> It
     yield case("one head", 1, 9, 9, heads=1)
     yield case("24 heads", 1, 5, 9, heads=24)
     yield case("32 heads", 1, 5, 9, heads=32)
-    yield case("many keys", 1, 3, 1025, heads=3, dim=5, top_k=65)
+    yield case("many keys", 1, 3, 1025, dim=4, top_k=65)
     yield case("many queries", 1, 1025, 3, heads=3, dim=7, mask=draw.integers(2, 1, 1025, 3) == 0)
     yield case("one token", 1, 1, 1)
     q, k, weights = _scored(draw, 2, 9, 9, 4, 16)
@@ -238,7 +238,7 @@ def deepseek_v4_samples(device: torch.device | str, dtype: torch.dtype, seed: in
     yield case("the best key", counted(2, 33), 8, top_k=1)
     yield case("one head", counted(1, 9), 2, heads=1)
     yield case("24 heads", counted(1, 21), 5, heads=24)
-    yield case("many keys", counted(1, 3, 4099), 1025, heads=3, dim=5, top_k=65)
+    yield case("many keys", counted(1, 3, 4099), 1025, dim=4, top_k=65)
     yield case("many queries", counted(1, 1025), 3, heads=3, dim=7, rate=342)
     q, k, weights = _scored(draw, 2, 9, 9, 4, 16)
     positions = counted(2, 9, 30).to(device)
