@@ -143,25 +143,27 @@ def problem(
     return Sample("problem", (leaf(x), leaf(draw.normal(channels, width, scale=width**-0.5))), keywords)
 
 
-CONTRACT = OpContract(
-    op="causal_conv1d",
-    variant="standard",
-    summary="short depthwise convolution over the past, then SiLU; packed sequences stay apart",
-    reference=causal_conv1d,
-    samples=samples,
-    # Forward rounds the convolution and SiLU; backward SiLU's derivative, taken at the rounded convolution, and each
-    # gradient. The derivative multiplies its cancelling 1 - sigmoid(x) by x: up to 100 roundings in float32, as a sum
-    # of 1025 terms has.
-    tolerances=tolerances(roundings=5, terms=1025),
-    rows={"hidden_states": 0},
-    workload=Workload(
-        problem=problem,
-        shapes={
-            "qwen3-next-80b-a3b": {"batch": 2, "length": 8192, "channels": 8192, "width": 4},
-            "qwen3-next-80b-a3b, packed": {"batch": 1, "length": 16384, "channels": 8192, "width": 4, "packed": 16},
-            "qwen3.5-4b": {"batch": 4, "length": 4096, "channels": 8192, "width": 4},
-        },
-        # Packed, since torch's own convolution takes no more than 2**31 elements a call.
-        large={"batch": 1, "length": 2**18 + 8, "channels": 8192, "width": 4, "packed": 8},
+CONTRACTS = (
+    OpContract(
+        op="causal_conv1d",
+        variant="standard",
+        summary="short depthwise convolution over the past, then SiLU; packed sequences stay apart",
+        reference=causal_conv1d,
+        samples=samples,
+        # Forward rounds the convolution and SiLU; backward SiLU's derivative, taken at the rounded convolution, and each
+        # gradient. The derivative multiplies its cancelling 1 - sigmoid(x) by x: up to 100 roundings in float32, as a sum
+        # of 1025 terms has.
+        tolerances=tolerances(roundings=5, terms=1025),
+        rows={"hidden_states": 0},
+        workload=Workload(
+            problem=problem,
+            shapes={
+                "qwen3-next-80b-a3b": {"batch": 2, "length": 8192, "channels": 8192, "width": 4},
+                "qwen3-next-80b-a3b, packed": {"batch": 1, "length": 16384, "channels": 8192, "width": 4, "packed": 16},
+                "qwen3.5-4b": {"batch": 4, "length": 4096, "channels": 8192, "width": 4},
+            },
+            # Packed, since torch's own convolution takes no more than 2**31 elements a call.
+            large={"batch": 1, "length": 2**18 + 8, "channels": 8192, "width": 4, "packed": 8},
+        ),
     ),
 )

@@ -236,26 +236,28 @@ def flops(*, batch: int, tokens: int, key_heads: int, value_heads: int, size: in
 
 _QWEN3_NEXT = {"key_heads": 16, "value_heads": 32, "size": 128}
 
-CONTRACT = OpContract(
-    op="chunk_gated_delta_rule",
-    variant="standard",
-    summary="linear attention with decay and the delta rule, in chunks; packed sequences stay apart",
-    reference=chunk_gated_delta_rule,
-    samples=samples,
-    # The reference rounds results alone. A fused kernel may keep in the dtype what it multiplies next: normalised query
-    # and key, the inverse of the triangular system, what is written and what is read, the state, and attention; and
-    # then its result. That is eight in a row, which the matrix products average. The longest sums are over 1025 tokens
-    # or features. The noise is for the gradient of a state that has been forgotten, which float32 cannot hold.
-    tolerances=tolerances(roundings=8, terms=1025, noise=1),
-    rows=dict.fromkeys(("query", "key", "value", "g", "beta", "initial_state"), 0),
-    workload=Workload(
-        problem=problem,
-        shapes={
-            "qwen3-next-80b-a3b": {"batch": 2, "tokens": 8192, **_QWEN3_NEXT},
-            "qwen3-next-80b-a3b, packed": {"batch": 1, "tokens": 16384, **_QWEN3_NEXT, "packed": 16},
-            "equal heads": {"batch": 2, "tokens": 8192, "key_heads": 32, "value_heads": 32, "size": 128},
-        },
-        flops=flops,
-        # None large: the reference keeps some twenty float32 tensors of the size of value.
+CONTRACTS = (
+    OpContract(
+        op="chunk_gated_delta_rule",
+        variant="standard",
+        summary="linear attention with decay and the delta rule, in chunks; packed sequences stay apart",
+        reference=chunk_gated_delta_rule,
+        samples=samples,
+        # The reference rounds results alone. A fused kernel may keep in the dtype what it multiplies next: normalised query
+        # and key, the inverse of the triangular system, what is written and what is read, the state, and attention; and
+        # then its result. That is eight in a row, which the matrix products average. The longest sums are over 1025 tokens
+        # or features. The noise is for the gradient of a state that has been forgotten, which float32 cannot hold.
+        tolerances=tolerances(roundings=8, terms=1025, noise=1),
+        rows=dict.fromkeys(("query", "key", "value", "g", "beta", "initial_state"), 0),
+        workload=Workload(
+            problem=problem,
+            shapes={
+                "qwen3-next-80b-a3b": {"batch": 2, "tokens": 8192, **_QWEN3_NEXT},
+                "qwen3-next-80b-a3b, packed": {"batch": 1, "tokens": 16384, **_QWEN3_NEXT, "packed": 16},
+                "equal heads": {"batch": 2, "tokens": 8192, "key_heads": 32, "value_heads": 32, "size": 128},
+            },
+            flops=flops,
+            # None large: the reference keeps some twenty float32 tensors of the size of value.
+        ),
     ),
 )

@@ -223,50 +223,51 @@ def flops(*, tokens: int, hidden: int, vocab: int) -> int:
     return 2 * tokens * hidden * vocab
 
 
-CONTRACT = OpContract(
-    op="cross_entropy_loss",
-    variant="causal",
-    summary="lm_head and next-token cross entropy in one, without keeping the logits",
-    reference=cross_entropy_loss,
-    samples=samples,
-    # A logit of up to 4 is rounded after the product, the scale, the division, tanh and the product with the cap, and
-    # an absolute error there is a relative one of the probability; then the gradient of the logits and of the inputs
-    # are rounded once each. These meet in the sum of eight at the largest element, since it is the target's own "- 1"
-    # that dominates a gradient and this has no error.
-    tolerances=tolerances(roundings=8, terms=1025),
-    workload=Workload(
-        problem=problem,
-        shapes={
-            "qwen3-30b-a3b": {"tokens": 16384, "hidden": 2048, "vocab": 151936},
-            "llama3-8b": {"tokens": 8192, "hidden": 4096, "vocab": 128256},
-            "gemma2-9b": {"tokens": 8192, "hidden": 3584, "vocab": 256000},
-        },
-        flops=flops,
-        # The logits; narrow rows, so that all else stays small.
-        large={"tokens": 16385, "hidden": 256, "vocab": 131072},
+CONTRACTS = (
+    OpContract(
+        op="cross_entropy_loss",
+        variant="causal",
+        summary="lm_head and next-token cross entropy in one, without keeping the logits",
+        reference=cross_entropy_loss,
+        samples=samples,
+        # A logit of up to 4 is rounded after the product, the scale, the division, tanh and the product with the cap, and
+        # an absolute error there is a relative one of the probability; then the gradient of the logits and of the inputs
+        # are rounded once each. These meet in the sum of eight at the largest element, since it is the target's own "- 1"
+        # that dominates a gradient and this has no error.
+        tolerances=tolerances(roundings=8, terms=1025),
+        workload=Workload(
+            problem=problem,
+            shapes={
+                "qwen3-30b-a3b": {"tokens": 16384, "hidden": 2048, "vocab": 151936},
+                "llama3-8b": {"tokens": 8192, "hidden": 4096, "vocab": 128256},
+                "gemma2-9b": {"tokens": 8192, "hidden": 3584, "vocab": 256000},
+            },
+            flops=flops,
+            # The logits; narrow rows, so that all else stays small.
+            large={"tokens": 16385, "hidden": 256, "vocab": 131072},
+        ),
+        runs_when="the model gets labels while gradients are recorded; a trainer that computes the loss itself (label "
+        "smoothing, compute_loss_func) takes the labels away",
     ),
-    runs_when="the model gets labels while gradients are recorded; a trainer that computes the loss itself (label "
-    "smoothing, compute_loss_func) takes the labels away",
-)
-
-TOKEN_CLS = OpContract(
-    op="cross_entropy_loss",
-    variant="token_cls",
-    summary="a classifier over tokens and its cross entropy in one; labels are not shifted",
-    reference=token_cls_loss,
-    samples=samples_token_cls,
-    # As for causal: what the target is changes no rounding.
-    tolerances=tolerances(roundings=8, terms=1025),
-    aliases=("cross_entropy_loss/seq_cls",),
-    workload=Workload(
-        problem=problem,
-        shapes={
-            "qwen3-8b, 9 classes": {"tokens": 16384, "hidden": 4096, "vocab": 9},
-            "llama3-8b, 128 classes": {"tokens": 8192, "hidden": 4096, "vocab": 128},
-        },
-        flops=flops,
-        # hidden_states: of so few classes no logits are that many.
-        large={"tokens": 2**20 + 8, "hidden": 2048, "vocab": 9},
+    OpContract(
+        op="cross_entropy_loss",
+        variant="token_cls",
+        summary="a classifier over tokens and its cross entropy in one; labels are not shifted",
+        reference=token_cls_loss,
+        samples=samples_token_cls,
+        # As for causal: what the target is changes no rounding.
+        tolerances=tolerances(roundings=8, terms=1025),
+        aliases=("cross_entropy_loss/seq_cls",),
+        workload=Workload(
+            problem=problem,
+            shapes={
+                "qwen3-8b, 9 classes": {"tokens": 16384, "hidden": 4096, "vocab": 9},
+                "llama3-8b, 128 classes": {"tokens": 8192, "hidden": 4096, "vocab": 128},
+            },
+            flops=flops,
+            # hidden_states: of so few classes no logits are that many.
+            large={"tokens": 2**20 + 8, "hidden": 2048, "vocab": 9},
+        ),
+        runs_when="the model gets one label a token while gradients are recorded",
     ),
-    runs_when="the model gets one label a token while gradients are recorded",
 )

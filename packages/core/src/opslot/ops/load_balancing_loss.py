@@ -110,23 +110,25 @@ def problem(
     return Sample("problem", (tuple(leaf(draw.normal(tokens, experts)) for _ in range(layers)), experts, top_k))
 
 
-CONTRACT = OpContract(
-    op="load_balancing_loss",
-    variant="standard",
-    summary="E * sum over experts of (share of choices) * (mean probability)",
-    reference=load_balancing_loss,
-    samples=samples,
-    # Probabilities are rounded, then the gradient p * (g - sum p g) of their softmax, whose two terms partly cancel.
-    # Where they cancel wholly what remains is a rounding of p * g, and g is at most E * (E / N) with N >= 10 tokens.
-    tolerances=tolerances(roundings=6, terms=1025, noise=1),
-    workload=Workload(
-        problem=problem,
-        shapes={
-            "qwen3-30b-a3b": {"layers": 48, "tokens": 8192, "experts": 128, "top_k": 8},
-            "qwen3-30b-a3b, long": {"layers": 48, "tokens": 32768, "experts": 128, "top_k": 8},
-            "mixtral-8x7b": {"layers": 32, "tokens": 8192, "experts": 8, "top_k": 2},
-        },
-        large={"layers": 1, "tokens": 2**24 + 8, "experts": 128, "top_k": 8},
+CONTRACTS = (
+    OpContract(
+        op="load_balancing_loss",
+        variant="standard",
+        summary="E * sum over experts of (share of choices) * (mean probability)",
+        reference=load_balancing_loss,
+        samples=samples,
+        # Probabilities are rounded, then the gradient p * (g - sum p g) of their softmax, whose two terms partly cancel.
+        # Where they cancel wholly what remains is a rounding of p * g, and g is at most E * (E / N) with N >= 10 tokens.
+        tolerances=tolerances(roundings=6, terms=1025, noise=1),
+        workload=Workload(
+            problem=problem,
+            shapes={
+                "qwen3-30b-a3b": {"layers": 48, "tokens": 8192, "experts": 128, "top_k": 8},
+                "qwen3-30b-a3b, long": {"layers": 48, "tokens": 32768, "experts": 128, "top_k": 8},
+                "mixtral-8x7b": {"layers": 32, "tokens": 8192, "experts": 8, "top_k": 2},
+            },
+            large={"layers": 1, "tokens": 2**24 + 8, "experts": 128, "top_k": 8},
+        ),
+        runs_when="the model returns router logits (output_router_logits=True)",
     ),
-    runs_when="the model returns router logits (output_router_logits=True)",
 )

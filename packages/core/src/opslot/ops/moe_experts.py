@@ -309,74 +309,74 @@ _QWEN3_30B = {"hidden": 2048, "inner": 768, "experts": 128, "top_k": 8}
 # Both hidden_states and gate_up are larger than 2**31 elements.
 _LARGE = {"tokens": 2**20 + 8, "hidden": 2048, "inner": 1024, "experts": 513, "top_k": 1}
 
-CONTRACT = OpContract(
-    op="moe_experts",
-    variant="standard",
-    summary="routed SwiGLU experts over sorted tokens; index E adds nothing",
-    reference=moe_experts,
-    samples=samples,
-    # Forward rounds gate_up, silu, its product with up, down, the weighted result and the sum: six. Backward has as
-    # many from the incoming gradient, on top of the rounded forward values that it multiplies. They are independent
-    # and the matrix products average them, so eight in a row is what the largest element sees. The longest sums are
-    # over 1025 features or tokens.
-    tolerances=tolerances(roundings=8, terms=1025),
-    fields=("moe_implementation",),
-    prefix="fused_",
-    activation="torch.nn.functional:silu",
-    rows=_ROWS,
-    workload=Workload(
-        problem=problem,
-        shapes={
-            "qwen3-30b-a3b": {"tokens": 8192, **_QWEN3_30B},
-            "qwen3-30b-a3b, skewed": {"tokens": 8192, **_QWEN3_30B, "skewed": 1},
-            "qwen3-30b-a3b, long": {"tokens": 32768, **_QWEN3_30B},
-            "qwen3.5-35b-a3b": {"tokens": 8192, "hidden": 2048, "inner": 512, "experts": 256, "top_k": 8},
-            "eight experts": {"tokens": 8192, "hidden": 4096, "inner": 4096, "experts": 8, "top_k": 2},
-            "sixty-four experts": {"tokens": 8192, "hidden": 4096, "inner": 2048, "experts": 64, "top_k": 8},
-        },
-        flops=flops,
-        large=_LARGE,
+CONTRACTS = (
+    OpContract(
+        op="moe_experts",
+        variant="standard",
+        summary="routed SwiGLU experts over sorted tokens; index E adds nothing",
+        reference=moe_experts,
+        samples=samples,
+        # Forward rounds gate_up, silu, its product with up, down, the weighted result and the sum: six. Backward has as
+        # many from the incoming gradient, on top of the rounded forward values that it multiplies. They are independent
+        # and the matrix products average them, so eight in a row is what the largest element sees. The longest sums are
+        # over 1025 features or tokens.
+        tolerances=tolerances(roundings=8, terms=1025),
+        fields=("moe_implementation",),
+        prefix="fused_",
+        activation="torch.nn.functional:silu",
+        rows=_ROWS,
+        workload=Workload(
+            problem=problem,
+            shapes={
+                "qwen3-30b-a3b": {"tokens": 8192, **_QWEN3_30B},
+                "qwen3-30b-a3b, skewed": {"tokens": 8192, **_QWEN3_30B, "skewed": 1},
+                "qwen3-30b-a3b, long": {"tokens": 32768, **_QWEN3_30B},
+                "qwen3.5-35b-a3b": {"tokens": 8192, "hidden": 2048, "inner": 512, "experts": 256, "top_k": 8},
+                "eight experts": {"tokens": 8192, "hidden": 4096, "inner": 4096, "experts": 8, "top_k": 2},
+                "sixty-four experts": {"tokens": 8192, "hidden": 4096, "inner": 2048, "experts": 64, "top_k": 8},
+            },
+            flops=flops,
+            large=_LARGE,
+        ),
     ),
-)
-
-CLAMPED = OpContract(
-    op="moe_experts",
-    variant="clamped",
-    summary="routed SwiGLU experts whose gate and up are clamped before the activation",
-    reference=moe_experts_clamped,
-    samples=samples_clamped,
-    # As for standard: clamping rounds nothing.
-    tolerances=tolerances(roundings=8, terms=1025),
-    fields=("moe_implementation",),
-    prefix="fused_",
-    activation="torch.nn.functional:silu",
-    rows=_ROWS,
-    workload=Workload(
-        problem=problem_clamped,
-        shapes={"deepseek-v4": {"tokens": 8192, "hidden": 4096, "inner": 2048, "experts": 256, "top_k": 6}},
-        flops=flops,
-        large=_LARGE,
+    OpContract(
+        op="moe_experts",
+        variant="clamped",
+        summary="routed SwiGLU experts whose gate and up are clamped before the activation",
+        reference=moe_experts_clamped,
+        samples=samples_clamped,
+        # As for standard: clamping rounds nothing.
+        tolerances=tolerances(roundings=8, terms=1025),
+        fields=("moe_implementation",),
+        prefix="fused_",
+        activation="torch.nn.functional:silu",
+        rows=_ROWS,
+        workload=Workload(
+            problem=problem_clamped,
+            shapes={"deepseek-v4": {"tokens": 8192, "hidden": 4096, "inner": 2048, "experts": 256, "top_k": 6}},
+            flops=flops,
+            large=_LARGE,
+        ),
     ),
-)
-
-GPT_OSS = OpContract(
-    op="moe_experts",
-    variant="gpt_oss",
-    summary="routed experts with biases, interleaved gate and up, (up + 1) * gate * sigmoid(alpha * gate)",
-    reference=moe_experts_gpt_oss,
-    samples=samples_gpt_oss,
-    # Beside standard's six, forward rounds both sums with a bias, alpha * gate, its sigmoid and up + 1.
-    tolerances=tolerances(roundings=12, terms=1025),
-    fields=("moe_implementation",),
-    prefix="fused_",
-    rows=_ROWS,
-    workload=Workload(
-        problem=problem_gpt_oss,
-        shapes={
-            "gpt-oss-20b": {"tokens": 8192, "hidden": 2880, "inner": 2880, "experts": 32, "top_k": 4},
-            "gpt-oss-120b": {"tokens": 8192, "hidden": 2880, "inner": 2880, "experts": 128, "top_k": 4},
-        },
-        flops=flops,
-        large=_LARGE,
+    OpContract(
+        op="moe_experts",
+        variant="gpt_oss",
+        summary="routed experts with biases, interleaved gate and up, (up + 1) * gate * sigmoid(alpha * gate)",
+        reference=moe_experts_gpt_oss,
+        samples=samples_gpt_oss,
+        # Beside standard's six, forward rounds both sums with a bias, alpha * gate, its sigmoid and up + 1.
+        tolerances=tolerances(roundings=12, terms=1025),
+        fields=("moe_implementation",),
+        prefix="fused_",
+        rows=_ROWS,
+        workload=Workload(
+            problem=problem_gpt_oss,
+            shapes={
+                "gpt-oss-20b": {"tokens": 8192, "hidden": 2880, "inner": 2880, "experts": 32, "top_k": 4},
+                "gpt-oss-120b": {"tokens": 8192, "hidden": 2880, "inner": 2880, "experts": 128, "top_k": 4},
+            },
+            flops=flops,
+            large=_LARGE,
+        ),
     ),
 )

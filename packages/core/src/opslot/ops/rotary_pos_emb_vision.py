@@ -86,22 +86,24 @@ def problem(device: torch.device | str, dtype: torch.dtype, seed: int, *, patche
     return Sample("problem", (leaf(q), leaf(k), angle.cos(), angle.sin()))
 
 
-CONTRACT = OpContract(
-    op="rotary_pos_emb_vision",
-    variant="full",
-    summary="rotary position embedding over the whole head, halves split, computed in float32",
-    reference=rotary_pos_emb_vision,
-    samples=samples,
-    # Results are rounded once, from float32, in which they take two products and a sum.
-    tolerances=tolerances(roundings=1, terms=2),
-    aliases=("apply_rotary_pos_emb_vision/full",),
-    rows={"q": 0, "k": 0, "cos": 0, "sin": 0},
-    workload=Workload(
-        problem=problem,
-        shapes={
-            "qwen2.5-vl-7b": {"patches": 16384, "heads": 16, "dim": 80},
-            "qwen3-vl-8b": {"patches": 16384, "heads": 16, "dim": 72},
-        },
-        large={"patches": 2**20 + 3, "heads": 32, "dim": 64},
+CONTRACTS = (
+    OpContract(
+        op="rotary_pos_emb_vision",
+        variant="full",
+        summary="rotary position embedding over the whole head, halves split, computed in float32",
+        reference=rotary_pos_emb_vision,
+        samples=samples,
+        # Results are rounded once, from float32, in which they take two products and a sum.
+        tolerances=tolerances(roundings=1, terms=2),
+        aliases=("apply_rotary_pos_emb_vision/full",),
+        rows={"q": 0, "k": 0, "cos": 0, "sin": 0},
+        workload=Workload(
+            problem=problem,
+            shapes={
+                "qwen2.5-vl-7b": {"patches": 16384, "heads": 16, "dim": 80},
+                "qwen3-vl-8b": {"patches": 16384, "heads": 16, "dim": 72},
+            },
+            large={"patches": 2**20 + 3, "heads": 32, "dim": 64},
+        ),
     ),
 )
