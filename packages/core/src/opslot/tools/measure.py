@@ -539,9 +539,9 @@ def _gradient_bytes(problem: _Problem, function: Callable[..., Any], backward: b
 
 
 def _peak_on_cpu(gradient_bytes: Callable[[], int]) -> int:
-    from torch.profiler import ProfilerActivity, profile
+    from torch.autograd.profiler import profile  # torch.profiler's would import the compiler first
 
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+    with profile(profile_memory=True) as profiler:
         gradients = gradient_bytes()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "trace.json")
