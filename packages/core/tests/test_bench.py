@@ -295,10 +295,94 @@ def test_extra_memory_is_the_peak_without_inputs_and_gradients(offering, results
     assert kernels["wasting"]["extra_memory_bytes"] == 3 * 2**20 + output
 
 
+class FakeAccelerator:
+    """A device module whose events are 0.25 ms apart and which counts bytes as told."""
+
+    def __init__(self):
+        self.log = []
+        self.allocated, self.peak = 1000, 1000
+
+    def Event(self, enable_timing):
+        assert enable_timing
+        module = self
+
+        class Event:
+            def record(self):
+                module.log.append("record")
+
+            def synchronize(self):
+                module.log.append("synchronize")
+
+            def elapsed_time(self, other):
+                return 0.25
+
+        return Event()
+
+    def synchronize(self):
+        self.log.append("synchronize")
+
+    def empty_cache(self):
+        self.log.append("empty cache")
+
+    def memory_allocated(self, device):
+        return self.allocated
+
+    def reset_peak_memory_stats(self, device):
+        self.peak = self.allocated
+
+    def max_memory_allocated(self, device):
+        return self.peak
+
+
+@pytest.fixture
+def accelerator(monkeypatch):
+    fake = FakeAccelerator()
+    monkeypatch.setattr(torch, "get_device_module", lambda device: fake)
+    meter = measure._Meter(torch.device("meta"))
+    assert meter._buffer.numel() == 2**28
+    meter._buffer = type("Buffer", (), {"zero_": lambda self: fake.log.append("flush")})()
+    fake.log.clear()
+    return fake, meter
+
+
+def test_on_an_accelerator_a_run_lies_between_events_behind_a_flush(accelerator):
+    fake, meter = accelerator
+    assert meter.milliseconds(lambda: fake.log.append("run")) == 0.25
+    # A write takes 0.25 ms here, and a head start of 1 ms is wanted.
+    assert fake.log == [*["flush"] * 4, "record", "run", "record", "synchronize"]
+
+
+def test_on_an_accelerator_the_host_is_timed_until_the_call_returns(accelerator):
+    fake, meter = accelerator
+    times = meter.host_ms(lambda: fake.log.append("run"))
+    assert len(times) == 20
+    assert fake.log == ["run", *["synchronize", "run"] * 20, "synchronize"]
+
+
+def test_on_an_accelerator_extra_memory_comes_from_its_allocator(accelerator):
+    fake, meter = accelerator
+    x = torch.randn(10, 10, requires_grad=True)
+    weight = torch.randn(10, 10, requires_grad=True)
+    one = measure._Problem(contract(), (x, weight), {}, 0)
+
+    def kernel(x, weight):
+        fake.peak = fake.allocated + 5000
+        return x @ weight
+
+    assert meter.extra_bytes(one, kernel, True) == 5000 - 2 * 400  # without both gradients
+
+
+def test_an_accelerator_without_a_peak_gives_the_reason(accelerator, monkeypatch):
+    monkeypatch.delattr(FakeAccelerator, "max_memory_allocated")
+    one = measure._Problem(contract(), draw(2, 2).args, {}, 0)
+    assert str(accelerator[1].extra_bytes(one, project, True)) == "torch keeps no peak of the memory of meta"
+
+
 def test_memory_that_a_gradient_shares_with_its_incoming_one_is_not_subtracted():
     reference = contract()
     x = torch.randn(1000, 1, requires_grad=True)
     one = measure._Problem(reference, (x, torch.ones(1, 1)), {}, 0)
+    one.results(lambda x, weight: x + weight, True)  # draws the incoming gradient
     meter = measure._Meter(torch.device("cpu"))
     assert meter.extra_bytes(one, lambda x, weight: x + weight, True) == 4000  # the output; the gradient is passed on
 
@@ -389,6 +473,18 @@ def test_a_kernel_that_fails_in_a_later_call_is_dropped_then(offering, results):
     assert kernels["tiring"]["error"] == "in a later call: RuntimeError: tired"
     assert kernels["tiring"]["forward_ms"] is None
     assert kernels["transposed"]["rank"] is not None
+
+
+def test_a_device_that_is_lost_meanwhile_is_an_error_of_the_shape(offering, run, monkeypatch):
+    offering()
+
+    def lost(self, keep):
+        raise RuntimeError("illegal memory access")
+
+    monkeypatch.setattr(measure._Ceilings, "take_turn", lost)
+    (report,) = json.loads(run("--json", "--shape", "small", code=1).out)
+    assert report["results"][0]["error"] == "RuntimeError: illegal memory access"
+    assert report["results"][0]["kernels"][0]["rank"] is None
 
 
 def test_a_failure_keeps_no_tensors_alive():

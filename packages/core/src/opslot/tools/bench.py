@@ -227,8 +227,10 @@ def _report(
     for shape, sizes in plan.shapes.items():
         print(f"opslot bench: {contract} {shape} ...", file=sys.stderr, flush=True)
         with stdout_as_stderr():  # kernels may print while they tune
-            figures = measure(contract, sizes, candidates, setting)
-        measured = figures.pop("kernels", {})
+            # A kernel may leave the device unusable. What was measured before that is still worth having.
+            outcome = attempt(partial(measure, contract, sizes, candidates, setting))
+        figures: dict[str, Any] = {"error": str(outcome)} if isinstance(outcome, Failure) else outcome
+        measured: dict[str, Any] = figures.pop("kernels", {})
         kernels = [{**entry, **measured.get(entry["kernel"], {})} for entry in entries]
         results.append({"shape": shape, "sizes": dict(sizes), **figures, "kernels": _ranked(kernels)})
         if not options.json:

@@ -117,7 +117,6 @@ def measure(
     for kernel in kernels:
         kernel.attempt("at this shape", kernel.compare, eager, exact, contract.tolerances[setting.dtype])
     del eager, exact
-    meter.release()
     for kernel in kernels:
         kernel.attempt("measuring memory", kernel.note_memory)
     # A CPU works while Python waits: there only a problem without work shows what the call itself costs.
@@ -135,7 +134,7 @@ def measure(
         ceilings.take_turn(turn > 0)
     moved = problem.bytes_moved()
     floor = _floor(ceilings.rates(), work, moved)
-    result = {
+    return {
         "error": None,
         "flops": work,
         "bytes": moved,
@@ -143,9 +142,6 @@ def measure(
         "floor_ms": floor,
         "kernels": {kernel.candidate.name: kernel.figures(floor) for kernel in kernels},
     }
-    del ceilings, kernels, problem, idle
-    meter.release()
-    return result
 
 
 @dataclass
@@ -236,8 +232,8 @@ def _references(contract: OpContract, problem: _Problem, meter: _Meter) -> tuple
 
     reference = contract.load_reference()
     eager = attempt(partial(problem.results, reference, True))
-    meter.release()
     if isinstance(eager, Failure):
+        meter.release()
         return eager, Failure("eager failed in the kernels' own dtype")
     itemsize = max((t.element_size() for t in problem.inputs.values() if t.is_floating_point()), default=8)
     if itemsize == torch.float64.itemsize:
@@ -249,7 +245,8 @@ def _references(contract: OpContract, problem: _Problem, meter: _Meter) -> tuple
     if free is not None and needed > free:
         return eager, Failure(f"eager in float64 would need {needed / 2**30:.1f} GiB, {free / 2**30:.1f} are free")
     exact = attempt(lambda: problem.in_float64().results(reference, True))
-    meter.release()
+    if isinstance(exact, Failure):
+        meter.release()
     return eager, exact
 
 
@@ -437,14 +434,12 @@ class _Meter:
 
         On a CPU it is the peak of what torch's allocator gave out, as torch's profiler records it.
         """
-        self.release()
         if self.device.type == "cpu":
             return _peak_on_cpu(partial(_gradient_bytes, problem, function, backward))
         if not hasattr(self._module, "max_memory_allocated"):
             return Failure(f"torch keeps no peak of the memory of {self.device.type}")
-        problem.results(
-            function, backward
-        )  # so that what is kept from the first call on, such as a workspace, is there
+        problem.results(function, backward)  # allocates what is kept from the first call on, such as a workspace
+        self.release()
         self._synchronize()
         before = self._module.memory_allocated(self.device)
         self._module.reset_peak_memory_stats(self.device)
@@ -531,9 +526,9 @@ def _gradient_bytes(problem: _Problem, function: Callable[..., Any], backward: b
         outputs = problem.forward(function)
     if not backward:
         return 0
+    found = [gradient for gradient in problem.gradients(outputs).values() if gradient is not None]
     given = [*problem.inputs.values(), *(gradient for gradient in problem.given or () if gradient is not None)]
     there = {tensor.untyped_storage().data_ptr() for tensor in given}
-    found = [g for g in problem.gradients(outputs).values() if g is not None]
     fresh = {(g.data_ptr(), g.shape, g.stride()): g for g in found if g.untyped_storage().data_ptr() not in there}
     return sum(map(_bytes, fresh.values()))
 
