@@ -16,7 +16,7 @@ SOURCES = [path for member in MEMBERS for path in sorted(member.glob("src/**/*.p
 
 # Module roots each package may import besides the standard library and itself.
 MAY_IMPORT = {
-    "core": {"packaging", "yaml", "torch"},
+    "core": {"packaging", "yaml", "torch", "matplotlib"},
     "backend-torch": {"opslot", "torch"},
     "models": {"opslot", "torch", "transformers", "matplotlib", "opslot_patchgen"},
     "patchgen": {"libcst"},
@@ -61,7 +61,7 @@ def test_imports(path):
             assert not at_module_level, f"the core imports {module} inside functions only"
         if root == "opslot_patchgen" and member == "models":
             assert "patches" in path.parts, "only the specs import patchgen"
-        if member == "core" and "tools" in path.parts:
+        if member == "core" and "tools" in path.parts and path.name != "measure.py":  # which runs kernels
             assert module != "torch"
 
 
@@ -72,7 +72,7 @@ def test_the_core_runtime_does_not_import_its_tools():
             assert not isinstance(node, ast.ImportFrom) or not (node.module or "").startswith("opslot.tools")
 
 
-def test_there_is_one_broad_except_at_the_discovery_boundary():
+def test_broad_excepts_stand_only_where_a_backend_is_loaded_and_where_a_kernel_is_tried():
     broad = []
     for path in SOURCES:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -80,7 +80,7 @@ def test_there_is_one_broad_except_at_the_discovery_boundary():
                 caught = ast.unparse(node.type) if node.type else "everything"
                 if {"Exception", "BaseException", "everything"} & set(caught.strip("()").split(", ")):
                     broad.append(path.name)
-    assert broad == ["_discovery.py"]
+    assert broad == ["_attempt.py", "_discovery.py"]
 
 
 def test_the_backend_namespace_has_no_init_file():

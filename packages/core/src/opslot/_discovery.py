@@ -103,9 +103,9 @@ def _load(item: Offered, refusal: str) -> BackendRecord:
         record = replace(record, backend=_backend(item))
     except KeyboardInterrupt:
         raise
-    # The one broad except of this code base: a backend is other people's code, and whatever it raises, SystemExit and
-    # the panics of extension modules included, must not take the others down. The error is kept, shown by every
-    # listing and raised on request.
+    # One of the two broad excepts of this code base: a backend is other people's code, and whatever it raises,
+    # SystemExit and the panics of extension modules included, must not take the others down. The error is kept, shown
+    # by every listing and raised on request.
     except BaseException as error:  # noqa: BLE001
         record = _failed(record, error)
     seconds = perf_counter() - start

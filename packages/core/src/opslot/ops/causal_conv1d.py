@@ -150,9 +150,9 @@ CONTRACTS = (
         summary="short depthwise convolution over the past, then SiLU; packed sequences stay apart",
         reference=causal_conv1d,
         samples=samples,
-        # Forward rounds the convolution and SiLU; backward SiLU's derivative, taken at the rounded convolution, and each
-        # gradient. The derivative multiplies its cancelling 1 - sigmoid(x) by x: up to 100 roundings in float32, as a sum
-        # of 1025 terms has.
+        # Forward rounds the convolution and SiLU; backward SiLU's derivative, taken at the rounded convolution, and
+        # each gradient. The derivative multiplies its cancelling 1 - sigmoid(x) by x: up to 100 roundings in float32,
+        # as a sum of 1025 terms has.
         tolerances=tolerances(roundings=5, terms=1025),
         rows={"hidden_states": 0},
         workload=Workload(

@@ -243,10 +243,11 @@ CONTRACTS = (
         summary="linear attention with decay and the delta rule, in chunks; packed sequences stay apart",
         reference=chunk_gated_delta_rule,
         samples=samples,
-        # The reference rounds results alone. A fused kernel may keep in the dtype what it multiplies next: normalised query
-        # and key, the inverse of the triangular system, what is written and what is read, the state, and attention; and
-        # then its result. That is eight in a row, which the matrix products average. The longest sums are over 1025 tokens
-        # or features. The noise is for the gradient of a state that has been forgotten, which float32 cannot hold.
+        # The reference rounds results alone. A fused kernel may keep in the dtype what it multiplies next: normalised
+        # query and key, the inverse of the triangular system, what is written and what is read, the state, and
+        # attention; and then its result. That is eight in a row, which the matrix products average. The longest sums
+        # are over 1025 tokens or features. The noise is for the gradient of a state that has been forgotten, which
+        # float32 cannot hold.
         tolerances=tolerances(roundings=8, terms=1025, noise=1),
         rows=dict.fromkeys(("query", "key", "value", "g", "beta", "initial_state"), 0),
         workload=Workload(

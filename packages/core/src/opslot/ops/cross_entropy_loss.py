@@ -230,10 +230,10 @@ CONTRACTS = (
         summary="lm_head and next-token cross entropy in one, without keeping the logits",
         reference=cross_entropy_loss,
         samples=samples,
-        # A logit of up to 4 is rounded after the product, the scale, the division, tanh and the product with the cap, and
-        # an absolute error there is a relative one of the probability; then the gradient of the logits and of the inputs
-        # are rounded once each. These meet in the sum of eight at the largest element, since it is the target's own "- 1"
-        # that dominates a gradient and this has no error.
+        # A logit of up to 4 is rounded after the product, the scale, the division, tanh and the product with the cap,
+        # and an absolute error there is a relative one of the probability; then the gradient of the logits and of the
+        # inputs are rounded once each. These meet in the sum of eight at the largest element, since it is the target's
+        # own "- 1" that dominates a gradient and this has no error.
         tolerances=tolerances(roundings=8, terms=1025),
         workload=Workload(
             problem=problem,

@@ -117,8 +117,9 @@ CONTRACTS = (
         summary="E * sum over experts of (share of choices) * (mean probability)",
         reference=load_balancing_loss,
         samples=samples,
-        # Probabilities are rounded, then the gradient p * (g - sum p g) of their softmax, whose two terms partly cancel.
-        # Where they cancel wholly what remains is a rounding of p * g, and g is at most E * (E / N) with N >= 10 tokens.
+        # Probabilities are rounded, then the gradient p * (g - sum p g) of their softmax, whose two terms partly
+        # cancel. Where they cancel wholly what remains is a rounding of p * g, and g is at most E * (E / N) with N >=
+        # 10 tokens.
         tolerances=tolerances(roundings=6, terms=1025, noise=1),
         workload=Workload(
             problem=problem,

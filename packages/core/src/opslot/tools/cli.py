@@ -9,13 +9,13 @@ from typing import Any
 
 from opslot import AUTO, Device, OpContract, OpslotError, Registry
 from opslot._target import plain_signature
-from opslot.tools import backends, diff, doctor, resolve, verify
+from opslot.tools import backends, bench, diff, doctor, resolve, verify
 from opslot.tools.output import print_json, print_table, quiet_registry
 
 EXIT_CODES = (
     "exit codes: 0 done, or no difference (diff); 1 an error, a backend that failed to load (backends), a choice that "
-    "cannot be (resolve), a difference (diff), or a problem that was found (doctor, verify); 2 wrong usage, or a file "
-    "that cannot be compared (diff)"
+    "cannot be (resolve), a difference (diff), a kernel that failed (bench), or a problem that was found (doctor, "
+    "verify); 2 wrong usage, or a file that cannot be compared (diff)"
 )
 
 
@@ -44,6 +44,7 @@ def _parser() -> argparse.ArgumentParser:
         ("resolve", resolve.run, "what a configuration means on a machine, or the explicit form of it"),
         ("verify", verify.run, "whether kernels are what their contracts say, in values, gradients and manners"),
         ("diff", diff.run, "what differs between two bindings written by Binding.to_json()"),
+        ("bench", bench.run, "the kernels of an op side by side: time, memory and error at real shapes"),
         ("doctor", doctor.run, "what is wrong with this environment, and what to do about it"),
     ):
         command = commands.add_parser(name, help=text, description=text, epilog=EXIT_CODES)
@@ -57,6 +58,8 @@ def _parser() -> argparse.ArgumentParser:
             verify.add_arguments(command)
         elif name == "resolve":
             resolve.add_arguments(command)
+        elif name == "bench":
+            bench.add_arguments(command)
         elif name == "diff":
             command.add_argument("a", metavar="A.json")
             command.add_argument("b", metavar="B.json")

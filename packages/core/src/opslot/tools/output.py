@@ -12,12 +12,12 @@ from opslot import Registry, registry
 
 def quiet_registry() -> Registry:
     """The registry. What backends print while they are imported goes to stderr: stdout is for what was asked."""
-    with _stdout_as_stderr():
+    with stdout_as_stderr():
         return registry()
 
 
 @contextlib.contextmanager
-def _stdout_as_stderr() -> Iterator[None]:
+def stdout_as_stderr() -> Iterator[None]:
     sys.stdout.flush()
     kept = os.dup(1)
     os.dup2(2, 1)  # for what writes past Python
