@@ -175,7 +175,7 @@ def test_c04_all_labels_ignored(kernel):
     x, weight, ignored = leaf(1, 10, 8), leaf(5, 8), torch.full((1, 10), -100)
     counted = kernel(x, weight, ignored, num_items_in_batch=7)
     assert counted.item() == 0.0
-    assert math.isnan(kernel(x, weight, ignored)), "the mean of nothing, as in torch"
+    assert math.isnan(kernel(x, weight, ignored).item()), "the mean of nothing, as in torch"
     for loss in (counted, kernel(x, weight, ignored)):
         assert not any(gradient.any() for gradient in torch.autograd.grad(loss, [x, weight]))
 
