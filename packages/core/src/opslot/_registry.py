@@ -192,11 +192,28 @@ class Registry:
                 raise BackendError(f"{who} is {record.denied}")
             if meant and record.error is not None:
                 raise BackendError(f"{who} failed to load: {record.message}") from record.error
-        valid = [EAGER, AUTO, *(o.spec.name for o in offers)]
+        bare_names = [o.spec.name for o in offers]
+        valid = [EAGER, AUTO, *(o.spec.name if bare_names.count(o.spec.name) == 1 else o.selector for o in offers)]
         absent = None if distribution else distribution_of(contract.op, names[-1])
         selectors = [o.selector for o in offers] if distribution else valid
         hint = f"; {absent} would bring it, and is not installed" if absent else nearest(name, selectors)
+        having = self.variants_with(contract.op, name)
+        if having:
+            each = ", ".join([*(f"{variant}: {name}" for variant in having), f"{contract.variant}: {EAGER}"])
+            hint = f"; choose for each variant, such as {contract.op}: {{{each}}}"
         raise UnknownKernel(f"no kernel {name!r} for {contract}{hint}; known: {_list(valid)}{self.missing()}")
+
+    def variants_with(self, op: str, name: str) -> list[str]:
+        """The variants of an op that have a kernel of this name."""
+        _, _, bare = name.rpartition(":")
+        mine = [contract for contract in self.contracts() if contract.op == op]
+        return [
+            contract.variant
+            for contract in mine
+            if any(
+                {bare, bare.removeprefix(contract.prefix)} & _names(o.spec) for o in self._offers.get(contract.key, ())
+            )
+        ]
 
     def choose(
         self,

@@ -6,10 +6,13 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from opslot import AUTO, EAGER, Choice, Device, Installed, OpsConfig, OpslotError, Registry
+from opslot import AUTO, EAGER, Choice, Device, Installed, OpsConfig, OpslotError, Registry, UnknownKernel
 from opslot._catalog import KERNELS, distribution_of
 from opslot._config import Rule
 from opslot.tools.output import print_json, quiet_registry
+
+# How the reason begins where a kernel that is named for a whole op lacks one of its variants.
+_LACKING = "a model that has this variant is refused"
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
@@ -79,6 +82,10 @@ def _choice(
     try:
         choice = known.choose(*rule.key, rule.kernel, device, (), installed)
     except OpslotError as error:
+        # A name for a whole op says nothing wrong about a variant that the model may not have.
+        lacks = isinstance(error, UnknownKernel) and "." not in rule.field and "/" not in rule.field
+        if lacks and known.variants_with(rule.key[0], rule.kernel):
+            return Choice(None, f"{_LACKING}: {error}"), None
         return None, str(error)
     absent = KERNELS.get(rule.key[0], {})
     names = {offer.spec.name for offer in known.offers(*rule.key)}
@@ -89,13 +96,14 @@ def _choice(
 
 def _row(op: str, rule: Rule, choice: Choice | None, error: str | None) -> dict[str, Any]:
     offer = choice.offer if choice else None
+    lacking = choice is not None and choice.reason.startswith(_LACKING)
     return {
         "op": op,
         "field": rule.field,
         "origin": rule.origin,
         "modules": rule.glob,
         "asked": rule.kernel,
-        "kernel": offer.spec.name if offer else EAGER if choice and rule.key else None,
+        "kernel": offer.spec.name if offer else EAGER if choice and rule.key and not lacking else None,
         "selector": offer.selector if offer else EAGER if choice and rule.key else rule.kernel,
         "distribution": offer.distribution if offer else "",
         "version": offer.version if offer else "",
