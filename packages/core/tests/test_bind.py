@@ -58,6 +58,12 @@ def test_the_report_says_what_runs_where_and_why(known, model):
     }
 
 
+def test_one_slot_is_one_and_the_repr_is_short(known, scale_class):
+    binding = bind(scale_class(), {"scale": "fast"}, device=opslot.Device("cpu", "x86_64"), registry=known)
+    assert str(binding).startswith("opslot: 1 slot on cpu (x86_64), choice ")
+    assert repr(binding) == f"<Binding of Scale: 1 slot on cpu (x86_64), choice {binding.fingerprint}>"
+
+
 def test_a_choice_without_a_slot_in_the_model_is_reported(known, make_contract, make_kernel, model):
     spare = make_kernel("fast", op="spare")
     known.add(Backend(api=1, contracts=(make_contract("spare"),), kernels=(spare,)), "more")
@@ -328,7 +334,7 @@ def test_the_report_names_backends_that_failed_and_says_when_it_is_out_of_date(k
     assert "These backends failed to load: bad-dist (OpslotError: boom)" in str(binding)
     assert "no longer as bound" not in str(binding)
     binding.unbind()
-    assert "2 of them are no longer as bound, see verify()" in str(binding).splitlines()[0]
+    assert "2 of them no longer as bound, see verify()" in str(binding).splitlines()[0]
 
 
 def test_what_a_training_process_does_not_need_is_not_loaded():

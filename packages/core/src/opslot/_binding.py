@@ -14,7 +14,7 @@ from ._modules import canonical_modules
 from ._obstacle import obstacle, parameter_dtypes
 from ._provenance import Provenance, digest
 from ._registry import PROCESS_LOCAL, Offer
-from ._report import to_text
+from ._report import counted, to_text
 from ._slot import OpSlot
 
 if TYPE_CHECKING:
@@ -265,6 +265,10 @@ class Binding:
 
     def __str__(self) -> str:
         return to_text(self)
+
+    def __repr__(self) -> str:
+        slots = counted(len(self.rows), "slot")
+        return f"<Binding of {type(self._model).__name__}: {slots} on {self.device}, choice {self.fingerprint}>"
 
 
 def _refuse_in_backward(what: str) -> None:

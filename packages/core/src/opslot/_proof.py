@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ._contract import OpContract
 from ._errors import BindError
 from ._obstacle import obstacle
-from ._report import collapse
+from ._report import collapse, counted
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -134,7 +134,9 @@ class Proof:
             groups.setdefault(f"{what}: {miss.reason}", []).append(miss.row.module)
         if misses:
             lines = [f"  {what} [{', '.join(collapse(modules))}]" for what, modules in groups.items()]
-            raise BindError(f"{len(misses)} slots were not seen to run their kernel:\n" + "\n".join(lines))
+            raise BindError(
+                f"the kernel was not seen to run as it should in {counted(len(misses), 'slot')}:\n" + "\n".join(lines)
+            )
 
 
 def _missed(write: "Write", counts: Sequence[int], idle: bool, backward: bool) -> str:

@@ -22,6 +22,7 @@ from packaging.utils import canonicalize_name
 from packaging.version import InvalidVersion, Version
 
 from opslot import BackendRecord
+from opslot._report import counted
 from opslot.tools.output import print_json, quiet_registry
 
 
@@ -355,7 +356,7 @@ def _as_text(machine: Machine, findings: tuple[Finding, ...]) -> str:
         f"torch:   {machine.torch or 'cannot be used'}",
         f"device:  {machine.device or 'not known'}",
         f"with:    {', '.join(f'{name} {machine.versions[name]}' for name in machine.needs if name != 'torch')}",
-        f"\n{len(findings) or 'no'} problem{'s' * (len(findings) != 1)} found",
+        f"\n{counted(len(findings), 'problem') if findings else 'no problems'} found",
     ]
     for finding in findings:
         lines += [f"\n{finding.what}", f"  why:    {finding.why}", f"  remedy: {finding.remedy}"]
