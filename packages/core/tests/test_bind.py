@@ -1,4 +1,5 @@
 import copy
+import functools
 import subprocess
 import sys
 
@@ -158,6 +159,95 @@ def test_a_forward_that_hides_the_guard_is_refused_and_one_that_wraps_it_is_not(
     hidden.forward = lambda x: x
     with pytest.raises(BindError, match="its forward was replaced"):
         bind(hidden, {"scale": "fast"}, device="cpu", registry=known)
+
+
+def around(inner):
+    return functools.wraps(inner)(lambda *args: inner(*args))
+
+
+def instead(inner):
+    return functools.wraps(inner)(lambda *args: args[-1])
+
+
+def with_a_kernel(inner, kernel=torch.relu):
+    return functools.wraps(inner)(lambda *args: kernel(args[-1]))
+
+
+class Holder:
+    def __init__(self, inner):
+        self.inner = inner
+
+
+def by_an_object(inner):
+    holder = Holder(inner)
+    return functools.wraps(inner)(lambda *args: holder.inner(*args))
+
+
+def by_default(inner):
+    def forward(*args, inner=inner):
+        return inner(*args)
+
+    return functools.wraps(inner)(forward)
+
+
+def in_part(inner):
+    return functools.update_wrapper(functools.partial(lambda call, *args: call(*args), inner), inner)
+
+
+def as_compiled(inner):
+    return torch.compile(inner, backend="eager")
+
+
+WRAPPERS = [
+    (around, True),
+    (by_an_object, True),
+    (by_default, True),
+    (in_part, True),
+    (as_compiled, True),
+    (lambda inner: around(by_default(inner)), True),
+    (instead, False),
+    (with_a_kernel, False),
+    (lambda inner: around(instead(inner)), False),
+    (lambda inner: instead(around(inner)), False),
+]
+
+
+@pytest.mark.parametrize(("wrap", "reaches"), WRAPPERS)
+@pytest.mark.parametrize("where", ["instance", "class"])
+def test_a_wrapper_must_have_hold_of_what_it_wraps(known, scale_class, wrap, reaches, where):
+    if where == "class":
+        module = type("Mine", (scale_class,), {"forward": wrap(scale_class.forward)})()
+    else:
+        module = scale_class()
+        module.forward = wrap(module.forward)
+    binding = bind(module, "auto", device="cpu", registry=known)
+    assert (binding.rows[0].kernel == "fast") is reaches
+    if not reaches:
+        with pytest.raises(BindError, match=r"its forward was replaced|has a forward of its own"):
+            bind(module, {"scale": "fast"}, device="cpu", registry=known)
+
+
+def test_a_forward_that_keeps_the_old_one_beside_it(known, scale_class):
+    def calls_it(self, x):
+        return self._old_forward(x)
+
+    for forward, reaches in ((calls_it, True), (lambda self, x: x, False)):
+        module = scale_class()
+        module._old_forward = module.forward
+        for made in (forward.__get__(module), functools.partial(forward, module)):
+            module.forward = made
+            binding = bind(module, "auto", device="cpu", registry=known)
+            # A partial holds the module, and so the old forward: only a proof tells that it is not called.
+            assert (binding.rows[0].kernel == "fast") is (reaches or isinstance(made, functools.partial))
+
+
+def test_super_is_a_way_to_the_guard_where_it_is_marked(known, scale_class):
+    class Mine(scale_class):
+        @functools.wraps(scale_class.forward)
+        def forward(self, x):
+            return super().forward(x)
+
+    assert bind(Mine(), {"scale": "fast"}, device="cpu", registry=known).rows[0].kernel == "fast"
 
 
 def test_a_slot_can_refuse_its_module(known):
