@@ -213,6 +213,55 @@ def test_modules_that_are_called_but_not_their_kernel(known, make_contract, make
     )
 
 
+class Saved(torch.nn.Module):
+    """As PEFT's ModulesToSaveWrapper: runs the copy of the active adapter, or the original."""
+
+    __module__ = "peft.utils.other"
+
+    def __init__(self, original):
+        super().__init__()
+        self.original_module = original.requires_grad_(False)
+        self.modules_to_save = torch.nn.ModuleDict()
+        self.active = None
+
+    def add(self, adapter):
+        self.modules_to_save[adapter] = copy.deepcopy(self.original_module).requires_grad_()
+        self.active = adapter
+
+    def forward(self, x):
+        return self.original_module(x) if self.active is None else self.modules_to_save[self.active](x)
+
+
+def test_of_the_modules_that_peft_holds_in_one_place_those_that_ran_are_judged(known, make_kernel, model):
+    model[1] = Saved(model[1])
+    model[1].add("default")
+    choice = {"scale": "slow", "modules": {"1": {"scale": "fast"}}}  # by the name that it has without PEFT
+    binding = bind(model, choice, device="cpu", registry=known)
+    assert {row.module: row.kernel for row in binding.rows} == {
+        "0": "slow",
+        "1.original_module": "fast",
+        "1.modules_to_save.default": "fast",
+        "2": "slow",
+    }
+    for active in ("default", None):
+        model[1].active = active
+        with binding.proof() as proof:
+            step(model)
+        proof.check()
+        assert binding.verify() == ()
+        assert sorted(proof.counts().values()) == [(0, 0), (1, 1), (1, 1), (1, 1)]
+    with binding.proof() as proof:
+        step(model[0])
+    assert [miss.row.module for miss in proof.misses()] == ["1.original_module", "1.modules_to_save.default", "2"]
+    model[1].add("late")  # a copy that holds the kernel, of which the binding knows nothing
+    with binding.proof() as proof:
+        step(model)
+    (reason,) = set(reasons(proof))
+    assert (
+        reason == "another module was put beside it after bind, as PEFT's modules_to_save do, and may run in its place"
+    )
+
+
 def test_no_gradient_is_due_behind_what_does_not_train(binding, model):
     model[0].weight.requires_grad_(False)
     with binding.proof() as proof:
