@@ -1,5 +1,6 @@
 import importlib
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -41,7 +42,8 @@ def contract(op: str = "scale", variant: str = "standard", **fields: object) -> 
 
 
 def kernel(name: str = "fast", op: str = "scale", **fields: object) -> KernelSpec:
-    return KernelSpec(**{"op": op, "name": name, "target": scale_fast, "priority": Priority.PORTABLE, **fields})
+    given = {"op": op, "name": name, "target": scale_fast, "deterministic": True, "priority": Priority.PORTABLE}
+    return KernelSpec(**{**given, **fields})
 
 
 @pytest.fixture
@@ -103,8 +105,9 @@ class Site:
     HEAD = """
         from opslot import *
         def reference(x): return x
+        def samples(device, dtype, seed): return ()
         def contract(op): return OpContract(op=op, variant="standard", summary="", reference=reference,
-                                            samples=reference, tolerances={})
+                                            samples=samples, tolerances={})
         def kernel(op, name): return KernelSpec(op=op, name=name, target=reference, priority=Priority.PORTABLE)
     """
 
@@ -136,6 +139,9 @@ class Site:
         info.mkdir()
         text = f"Metadata-Version: 2.1\nName: {distribution}\nVersion: {version}\n{metadata}"
         (info / "METADATA").write_text(text, encoding="utf-8")
+        if "License-File:" in metadata:
+            (info / "licenses").mkdir()
+            (info / "licenses" / re.search("License-File: (.*)", metadata)[1]).write_text("as is")
         (info / "entry_points.txt").write_text(f"[opslot.backends]\n{entry or distribution} = {module}:BACKEND\n")
         (info / "RECORD").write_text(f"{file.relative_to(self.path).as_posix()},,\n{info.name}/RECORD,,\n")
         return info

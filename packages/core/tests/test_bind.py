@@ -1,4 +1,5 @@
 import copy
+import functools
 import subprocess
 import sys
 
@@ -56,6 +57,12 @@ def test_the_report_says_what_runs_where_and_why(known, model):
         "nested": "",
         "reason": "asked for: scaling in code",
     }
+
+
+def test_one_slot_is_one_and_the_repr_is_short(known, scale_class):
+    binding = bind(scale_class(), {"scale": "fast"}, device=opslot.Device("cpu", "x86_64"), registry=known)
+    assert str(binding).startswith("opslot: 1 slot on cpu (x86_64), choice ")
+    assert repr(binding) == f"<Binding of Scale: 1 slot on cpu (x86_64), choice {binding.fingerprint}>"
 
 
 def test_a_choice_without_a_slot_in_the_model_is_reported(known, make_contract, make_kernel, model):
@@ -152,6 +159,95 @@ def test_a_forward_that_hides_the_guard_is_refused_and_one_that_wraps_it_is_not(
     hidden.forward = lambda x: x
     with pytest.raises(BindError, match="its forward was replaced"):
         bind(hidden, {"scale": "fast"}, device="cpu", registry=known)
+
+
+def around(inner):
+    return functools.wraps(inner)(lambda *args: inner(*args))
+
+
+def instead(inner):
+    return functools.wraps(inner)(lambda *args: args[-1])
+
+
+def with_a_kernel(inner, kernel=torch.relu):
+    return functools.wraps(inner)(lambda *args: kernel(args[-1]))
+
+
+class Holder:
+    def __init__(self, inner):
+        self.inner = inner
+
+
+def by_an_object(inner):
+    holder = Holder(inner)
+    return functools.wraps(inner)(lambda *args: holder.inner(*args))
+
+
+def by_default(inner):
+    def forward(*args, inner=inner):
+        return inner(*args)
+
+    return functools.wraps(inner)(forward)
+
+
+def in_part(inner):
+    return functools.update_wrapper(functools.partial(lambda call, *args: call(*args), inner), inner)
+
+
+def as_compiled(inner):
+    return torch.compile(inner, backend="eager")
+
+
+WRAPPERS = [
+    (around, True),
+    (by_an_object, True),
+    (by_default, True),
+    (in_part, True),
+    (as_compiled, True),
+    (lambda inner: around(by_default(inner)), True),
+    (instead, False),
+    (with_a_kernel, False),
+    (lambda inner: around(instead(inner)), False),
+    (lambda inner: instead(around(inner)), False),
+]
+
+
+@pytest.mark.parametrize(("wrap", "reaches"), WRAPPERS)
+@pytest.mark.parametrize("where", ["instance", "class"])
+def test_a_wrapper_must_have_hold_of_what_it_wraps(known, scale_class, wrap, reaches, where):
+    if where == "class":
+        module = type("Mine", (scale_class,), {"forward": wrap(scale_class.forward)})()
+    else:
+        module = scale_class()
+        module.forward = wrap(module.forward)
+    binding = bind(module, "auto", device="cpu", registry=known)
+    assert (binding.rows[0].kernel == "fast") is reaches
+    if not reaches:
+        with pytest.raises(BindError, match=r"its forward was replaced|has a forward of its own"):
+            bind(module, {"scale": "fast"}, device="cpu", registry=known)
+
+
+def test_a_forward_that_keeps_the_old_one_beside_it(known, scale_class):
+    def calls_it(self, x):
+        return self._old_forward(x)
+
+    for forward, reaches in ((calls_it, True), (lambda self, x: x, False)):
+        module = scale_class()
+        module._old_forward = module.forward
+        for made in (forward.__get__(module), functools.partial(forward, module)):
+            module.forward = made
+            binding = bind(module, "auto", device="cpu", registry=known)
+            # A partial holds the module, and so the old forward: only a proof tells that it is not called.
+            assert (binding.rows[0].kernel == "fast") is (reaches or isinstance(made, functools.partial))
+
+
+def test_super_is_a_way_to_the_guard_where_it_is_marked(known, scale_class):
+    class Mine(scale_class):
+        @functools.wraps(scale_class.forward)
+        def forward(self, x):
+            return super().forward(x)
+
+    assert bind(Mine(), {"scale": "fast"}, device="cpu", registry=known).rows[0].kernel == "fast"
 
 
 def test_a_slot_can_refuse_its_module(known):
@@ -328,7 +424,7 @@ def test_the_report_names_backends_that_failed_and_says_when_it_is_out_of_date(k
     assert "These backends failed to load: bad-dist (OpslotError: boom)" in str(binding)
     assert "no longer as bound" not in str(binding)
     binding.unbind()
-    assert "2 of them are no longer as bound, see verify()" in str(binding).splitlines()[0]
+    assert "2 of them no longer as bound, see verify()" in str(binding).splitlines()[0]
 
 
 def test_what_a_training_process_does_not_need_is_not_loaded():

@@ -1,9 +1,13 @@
 """`opslot backends check`: each rule, broken and kept. Over folders of distributions, in fresh interpreters."""
 
 import json
+import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from opslot import DeviceKind, Workload
+from opslot.tools.check_backend import _examine
 
 LICENCE = "License-Expression: MIT\nLicense-File: LICENSE\n"
 KERNELS = "def norm(x, weight, eps): return x\ndef wrong(x, weight): return x\n"
@@ -187,6 +191,149 @@ def test_the_licence(acme, metadata, licence, file):
     assert (found["licence"][0][0], found["licence file"][0][0]) == (licence, file)
 
 
+def test_a_licence_file_that_is_only_named_is_a_problem(acme):
+    site = acme("")
+    licence = site.path / "acme-1.0.dist-info/licenses/LICENSE"
+    licence.unlink()
+    ((verdict, detail),) = check(site, code=1)["licence file"]
+    assert (verdict, detail.partition(":")[0]) == ("problem", "its metadata names LICENSE, which it does not bring")
+    project = site.path / "project"
+    project.mkdir()
+    (project / "LICENSE").write_text("as is")
+    origin = {"url": project.as_uri(), "dir_info": {"editable": True}}
+    licence.parents[1].joinpath("direct_url.json").write_text(json.dumps(origin))
+    assert check(site)["licence file"] == [("ok", "LICENSE")]
+    licence.parents[1].joinpath("direct_url.json").unlink()
+    with licence.parents[1].joinpath("RECORD").open("a") as record:
+        record.write("acme_types/COPYING,,\n")
+    check(site, code=1)
+    (site.path / "acme_types/COPYING").write_text("as is")
+    assert check(site)["licence file"] == [("ok", "acme_types/COPYING")]
+
+
+@pytest.mark.parametrize(
+    ("file", "data"),
+    [("METADATA", b"Name: \xff\n"), ("RECORD", b"a,b,c,d\n"), ("RECORD", b"\xff,,\n"), ("RECORD", b"a,,x\n")],
+)
+def test_metadata_that_cannot_be_read(acme, file, data):
+    site = acme(spec("acme_kernels:norm", requires="Requires(packages=('vendorlib',))"))
+    foreign = site.path / "foreign-1.0.dist-info"
+    foreign.mkdir()
+    (foreign / "METADATA").write_text("Name: foreign\nVersion: 1.0\n")
+    (foreign / file).write_bytes(data)
+    check(site)
+    (site.path / "acme-1.0.dist-info" / file).write_bytes(data)
+    found = check(site, code=1)
+    ((verdict, detail),) = found["metadata"]
+    assert verdict == "problem"
+    assert detail.startswith("METADATA or RECORD cannot be read: ")
+
+
+MORE = """
+def samples(device, dtype, seed): return []
+def act(x): return x
+def draw(device, dtype, seed, rows): return None
+def flops(rows): return rows
+def nested(): return "x"
+def probe(index): return None
+"""
+
+
+def test_every_kind_of_target_is_looked_at(acme):
+    contract = (
+        "OpContract(op='own', variant='standard', summary='', reference=reference, samples='acme_more:samples',"
+        "tolerances={}, activation='acme_more:act', workload=Workload(problem='acme_more:draw',"
+        "shapes={'small': {'rows': 2}}, flops='acme_more:flops')),"
+    )
+    npu = "Requires(devices=('npu',))"
+    site = acme(spec("acme_kernels:norm", nested="'acme_more:nested'", requires=npu), contracts=contract)
+    (site.path / "acme_more.py").write_text(MORE)
+    with site.path.joinpath("acme-1.0.dist-info/RECORD").open("a") as record:
+        record.write("acme_more.py,,\n")
+    module = site.path / "acme.py"
+    kinds = "device_kinds=(DeviceKind(name='own', torch_type='own', probe='acme_more:probe'),), kernels"
+    module.write_text(module.read_text().replace("kernels", kinds, 1))
+    good = check(site)
+    assert good["contract own/standard"] == [
+        (
+            "ok",
+            "its reference, samples, activation, workload's problem, workload's flops can be imported and called as "
+            "opslot does",
+        )
+    ]
+    assert good["device kind own"] == [("ok", "its probe can be imported and called as opslot does")]
+    (site.path / "acme_more.py").write_text("import no_such_vendor\n" + MORE)
+    found = check(site, code=1)
+    verdicts = {s: findings[0][0] for s, findings in found.items() if findings[0][0] != "ok"}
+    assert verdicts == {
+        "contract own/standard": "problem",
+        "kernel rms_norm/standard:acme": "not checked",
+        "device kind own": "not checked",
+    }
+
+
+@pytest.mark.parametrize("name", ["samples", "act", "draw", "flops", "nested", "probe"])
+@pytest.mark.parametrize("broken", ["gone", "arguments", "value"])
+def test_each_target_must_be_there_and_take_what_it_is_called_with(
+    tmp_path, monkeypatch, make_contract, make_kernel, name, broken
+):
+    source = {
+        "gone": MORE.replace(f"def {name}(", "def other("),
+        "arguments": MORE.replace(f"def {name}(", f"def {name}(what, ").replace("what, )", "what)"),
+        "value": f"{MORE}{name} = 1\n",
+    }[broken]
+    (tmp_path / "more_targets.py").write_text(source)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "more_targets", raising=False)
+    if name == "nested":
+        item = make_kernel(op="rms_norm", target="opslot.ops.rms_norm:rms_norm", nested="more_targets:nested")
+    elif name == "probe":
+        item = DeviceKind(name="own", torch_type="own", probe="more_targets:probe")
+    else:
+        item = replace(
+            make_contract(),
+            samples="more_targets:samples",
+            activation="more_targets:act",
+            workload=Workload(problem="more_targets:draw", shapes={"small": {"rows": 2}}, flops="more_targets:flops"),
+        )
+    words = {"gone": f"no attribute {name!r}", "arguments": "as opslot calls it", "value": "int object is not callable"}
+    assert words[broken] in _examine(item)["error"]
+
+
+def test_what_does_not_parse_is_a_problem_wherever_it_runs(acme):
+    site = acme(
+        spec("acme_kernels:norm", "mine", requires="Requires(devices=('npu',))")
+        + spec("acme_vendor:norm", "theirs", requires="Requires(devices=('npu',))"),
+        module="1 +",
+    )
+    (site.path / "acme_vendor.py").write_text("1 +")
+    found = check(site, code=1)
+    assert found["kernel rms_norm/standard:mine"][0][0] == "problem"
+    assert "SyntaxError" in found["kernel rms_norm/standard:mine"][0][1]
+    assert found["kernel rms_norm/standard:theirs"][0][0] == "not checked"
+
+
+def test_an_editable_vendor_library_is_one_too(acme, tmp_path):
+    site = acme(
+        spec("acme_kernels:norm", requires="Requires(packages=('vendor-lib',))"), head="import vendored, other\n"
+    )
+    project = tmp_path / "vendor"
+    project.mkdir()
+    (project / "vendored.py").write_text("")
+    (site.path / "other.py").write_text("")
+    info = site.path / "vendor_lib-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Name: vendor-lib\nVersion: 1.0\n")
+    origin = {"url": project.as_uri(), "dir_info": {"editable": True}}
+    (info / "direct_url.json").write_text(json.dumps(origin))
+    verdict, detail = check(site, code=1, PYTHONPATH=str(project))["backend acme"][1]
+    assert verdict == "problem"
+    assert "ms: vendored. importing" in detail
+    (info / "direct_url.json").write_text(json.dumps({**origin, "url": tmp_path.as_uri()}))  # around this environment
+    verdict, detail = check(site, code=1, PYTHONPATH=str(project))["backend acme"][1]
+    assert "ms: vendored. importing" in detail
+
+
 def test_no_py_typed_is_a_hint_and_an_init_file_in_the_namespace_is_a_problem(acme):
     site = acme("")
     record = site.path / "acme-1.0.dist-info/RECORD"
@@ -223,6 +370,7 @@ def test_a_backend_in_a_zip(site):
     verdicts = {subject: findings[0][0] for subject, findings in found.items()}
     assert verdicts.pop("kernel frozen_scale/standard:frozen_elsewhere") == "problem"  # it has no such module
     assert verdicts.pop("types") == "hint"
+    assert verdicts.pop("contract frozen_scale/standard") == "not checked"  # its activation is torch's
     kernels = {subject for subject, verdict in verdicts.items() if verdict == "not checked"}
     assert kernels == {f"kernel frozen_scale/standard:frozen{name}" for name in ("", "_by_name", "_tuned")}
     assert {verdict for subject, verdict in verdicts.items() if subject not in kernels} == {"ok"}

@@ -127,6 +127,10 @@ ACME = DeviceKind(name="acme", torch_type="acme", probe=lambda index: ("a100x", 
         ("cuda:sm_100:NVIDIA B200", Device("cuda", "sm_100", "NVIDIA B200")),
         ("rocm:gfx90a", Device("rocm", "gfx90a")),
         ("npu:Ascend910_9392", Device("npu", "Ascend910_9392")),
+        ("npu:Ascend910B3", Device("npu", "Ascend910B3")),
+        ("cuda:sm_90a", Device("cuda", "sm_90a")),
+        ("rocm:gfx942", Device("rocm", "gfx942")),
+        ("word:spam", Device("word", "spam")),
         ("cuda", Device("cuda")),
         ("cpu", Device("cpu")),
         ("cpu:x86_64", Device("cpu", "x86_64")),
@@ -135,7 +139,8 @@ ACME = DeviceKind(name="acme", torch_type="acme", probe=lambda index: ("a100x", 
     ],
 )
 def test_a_target_names_a_device_that_is_not_here(known, text, device):
-    known.add(Backend(api=1, device_kinds=(ACME,)), "acme-devices")
+    word = DeviceKind(name="word", torch_type="acme", probe=lambda index: ("spa", ""), example="spa")
+    known.add(Backend(api=1, device_kinds=(ACME, word)), "acme-devices")
     assert known.target(text) == device
 
 
@@ -154,6 +159,10 @@ GOOD = "such as cuda:sm_90, rocm:gfx942, npu:Ascend910B3, xpu, mps, cpu"
         (0, f"target 0: expected a kind and an architecture, {GOOD}"),
         ("cudda:sm_90", "unknown kind 'cudda' (did you mean 'cuda'?); known: acme:a100x, cpu, cuda:sm_90, mps, npu:"),
         ("cuda:gfx942", "an architecture of kind 'cuda' looks like sm_90"),
+        ("cuda:sm_abc", "an architecture of kind 'cuda' looks like sm_90"),
+        ("cuda:sm_", "an architecture of kind 'cuda' looks like sm_90"),
+        ("cuda:sm_a90", "an architecture of kind 'cuda' looks like sm_90"),
+        ("npu:Ascend", "an architecture of kind 'npu' looks like Ascend910B3"),
         ("cuda:H200", "an architecture of kind 'cuda' looks like sm_90"),
         ("rocm:sm_90", "an architecture of kind 'rocm' looks like gfx942"),
     ],

@@ -336,6 +336,69 @@ def test_facts_come_from_the_folders_that_are_installed(tmp_path, monkeypatch, k
     assert [f.what for f in doctor.check_ranges(found)] == ["Acme_Opslot (norm/standard) needs fancy-lib>=2"]
 
 
+def test_metadata_that_cannot_be_read(tmp_path, monkeypatch, known):
+    monkeypatch.setattr("opslot._discovery._registry", known)
+    monkeypatch.setattr(doctor, "_ask", lambda code, **environment: ("", "boom"))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name, metadata, record in (
+        ("bytes", b"Name: bytes\xff\nVersion: 1.0\n", b""),
+        ("record", b"Name: record\nVersion: 1.5\n", b"a,b,c,d\n"),
+        ("text", b"Name: text\nVersion: 1.5\n", b"\xff,,\n"),
+        ("opslot-extra", b"Name: opslot-extra\nVersion: 1.5\n", b"triton.py,,\n"),
+    ):
+        folder = tmp_path / f"{name}-1.5.dist-info"
+        folder.mkdir()
+        (folder / "METADATA").write_bytes(metadata)
+        (folder / "RECORD").write_bytes(record)
+    (tmp_path / "triton.py").touch()
+    (tmp_path / "opslot_old.egg-info").mkdir()
+    (tmp_path / "opslot_old.egg-info/PKG-INFO").write_text("Name: opslot-old\nVersion: 1.0\n")
+    (tmp_path / "opslot_old.egg-info/requires.txt").write_bytes(b"\xff")
+    found = doctor.look()
+    assert (found.versions["record"], found.versions["text"], found.versions["opslot-old"]) == ("1.5", "1.5", "1.0")
+    assert "bytes" not in found.versions
+    assert found.needs["opslot-old"] == ()
+    assert "opslot-extra" in found.triton
+    assert found.unreadable == (str(tmp_path / "bytes-1.5.dist-info"),)
+    (finding,) = doctor.check_metadata(found)
+    assert finding.what.endswith("bytes-1.5.dist-info is no metadata of any distribution")
+
+
+@pytest.mark.parametrize(
+    ("variables", "words"),
+    [
+        ({}, []),
+        ({"OPSLOT_BACKENDS": "-torch", "OPSLOT_OPS": "rms_norm=eager", "OPSLOT_STRICT": "0"}, []),
+        ({"OPSLOT_STRICT": "1"}, []),
+        ({"OPSLOT_STRICT": "yes"}, ["OPSLOT_STRICT='yes': write 1"]),
+        ({"OPSLOT_BACKENDS": "nobody"}, ["OPSLOT_BACKENDS='nobody': no backend"]),
+        ({"OPSLOT_BACKENDS": "nobody", "OPSLOT_OPS": "rms_norm=odd"}, ["OPSLOT_BACKENDS='nobody': no backend"]),
+        ({"OPSLOT_OPS": "rms_norm"}, ["OPSLOT_OPS: 'rms_norm' is not of the form"]),
+        ({"OPSLOT_OPS": "norm=eager"}, ["OPSLOT_OPS: unknown field 'norm'"]),
+        ({"OPSLOT_OPS": "rms_norm=odd"}, ["OPSLOT_OPS: rms_norm: no kernel 'odd'"]),
+        (
+            {"OPSLOT_STRICT": "2", "OPSLOT_BACKENDS": "a b", "OPSLOT_OPS": "="},
+            ["OPSLOT_STRICT='2'", "OPSLOT_BACKENDS='a b' does not parse", "OPSLOT_OPS: '=' is not"],
+        ),
+    ],
+    ids=str,
+)
+def test_environment_variables_that_cannot_be_used(monkeypatch, variables, words):
+    for name in ("OPSLOT_STRICT", "OPSLOT_BACKENDS", "OPSLOT_OPS"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("opslot._discovery._registry", None)
+    asked = []
+    monkeypatch.setattr(doctor, "_ask", lambda code, **_: asked.append(dict(os.environ)) or ("", "boom"))
+    found = doctor.look()
+    assert len(found.variables) == len(words)
+    assert all(word in problem for word, problem in zip(words, found.variables, strict=True))
+    assert [finding.why for finding in doctor.check_variables(found)] == list(found.variables)
+    assert asked[0]["OPSLOT_STRICT"] == "0"  # so that torch is asked, not the variable
+    assert {name: os.environ.get(name) for name in variables} == variables
+
+
 @pytest.mark.parametrize(
     ("printed", "facts"),
     [

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import os
 import sys
 
 import pytest
@@ -51,6 +52,69 @@ assert len(seen) == 32 and len(set(seen)) == 1 and seen[0][1] == 1, seen
 """
     site.python("-c", code)
     assert ran(site, "slow") == 1
+
+
+def test_a_backend_that_waits_for_a_thread_that_asks_for_the_registry_does_not_hang(site):
+    source = """
+import threading, opslot
+said = []
+def ask():
+    try:
+        opslot.registry()
+    except opslot.BackendError as error:
+        said.append(str(error))
+thread = threading.Thread(target=ask)
+thread.start()
+thread.join()
+"""
+    site.add("waits", source + site.offering("contract('waits'),"))
+    code = """
+import opslot, opslot._discovery
+opslot._discovery._PATIENCE = 0.5
+print([r.error for r in opslot.registry().records if r.name == "waits"])
+import waits
+print(*waits.said)
+"""
+    errors, said = site.python("-c", code).splitlines()
+    assert errors == "[None]"
+    assert said.startswith("another thread has been loading backends for 0.5 s, at last 'waits' of waits, and may wait")
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
+def test_a_fork_during_discovery_does_not_hang(site):
+    site.add("slow", "import time; time.sleep(1)\n" + site.offering("contract('slow'),"))
+    site.add("forks", "import os\nchild = os.fork()\n" + site.offering("contract('forks'),"))
+    code = """
+import os, threading, time, opslot, signal
+thread = threading.Thread(target=opslot.registry)
+def fork():
+    time.sleep(0.5)
+    child = os.fork()
+    if not child:
+        signal.alarm(20)
+        opslot.registry().contract("slow")
+        os._exit(7)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    print("forked")
+if __name__ == "__main__":
+    thread.start()
+    fork()
+    thread.join()
+    opslot.registry().contract("slow")
+"""
+    assert site.python("-W", "ignore", "-c", code, OPSLOT_BACKENDS="slow") == "forked\n"
+    code = """
+import os, signal, opslot
+main = os.getpid()
+signal.alarm(20)
+opslot.registry().contract("forks")
+if os.getpid() != main:
+    os._exit(7)
+import forks
+assert os.waitstatus_to_exitcode(os.waitpid(forks.child, 0)[1]) == 7
+print("both")
+"""
+    assert site.python("-W", "ignore", "-c", code, OPSLOT_BACKENDS="forks") == "both\n"
 
 
 @pytest.mark.parametrize(
@@ -292,7 +356,13 @@ def test_a_stray_init_file_in_the_namespace_is_named_with_its_owner(site, tmp_pa
         (info / "entry_points.txt").unlink()
         if how == "editable":
             (info / "RECORD").write_text("stray.pth,,\n")
-            (info / "direct_url.json").write_text(json.dumps({"url": init.parents[1].as_uri(), "dir_info": {}}))
+            (info / "direct_url.json").write_text(
+                json.dumps({"url": init.parents[1].as_uri(), "dir_info": {"editable": True}})
+            )
+    foreign = stray.path / "foreign-1.0.dist-info"  # that its metadata is malformed is no concern of ours
+    foreign.mkdir()
+    for name, data in {"METADATA": b"Name: \xff\n", "RECORD": b"\xff,,\n", "direct_url.json": b"[\xff"}.items():
+        (foreign / name).write_bytes(data)
     site.add("hidden", site.offering("contract('hidden'),"), module="opslot_backends.hidden")
     error = records(site, PYTHONPATH=str(stray.path))["hidden"]["error"]
     owner = {
@@ -307,6 +377,20 @@ def test_a_stray_init_file_in_the_namespace_is_named_with_its_owner(site, tmp_pa
     )
     init.unlink()
     assert records(site, PYTHONPATH=str(stray.path))["hidden"]["error"] is None
+
+
+def test_the_egg_info_that_setuptools_leaves_in_an_editable_project_is_not_odd(site, tmp_path):
+    project = type(site)(tmp_path / "project")
+    project.add("acme", site.offering("contract('acme'),"), folder="acme.egg-info")
+    info = site.add("acme", site.offering("contract('acme'),"))
+    paths = [(site, project), (project, site)]
+    url = {"url": project.path.as_uri(), "dir_info": {"editable": True}}
+    for text, odd in ((json.dumps(url), False), (json.dumps({**url, "dir_info": {}}), True), ("[]", True), ("{", True)):
+        (info / "direct_url.json").write_text(text)
+        for first, second in paths:
+            (record,) = records(first, PYTHONPATH=str(second.path)).values()
+            assert record["error"] is None
+            assert ("more than once" in record["remark"]) is odd
 
 
 @pytest.mark.parametrize(

@@ -227,6 +227,61 @@ def test_keywords_are_looked_at_in_the_order_of_the_contract(known, make_kernel)
         kernel(weight=half, x=full)
 
 
+@pytest.fixture
+def deterministic_mode():
+    yield torch.use_deterministic_algorithms
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("limits", [{}, {"dtypes": ("float32",)}, {"backward": False}], ids=str)
+def test_what_does_not_claim_to_be_deterministic_does_as_torch_does(known, make_kernel, deterministic_mode, limits):
+    kernel = loaded(known, make_kernel, deterministic=False, **limits)
+    assert inspect.unwrap(kernel) is known.offer("scale", "standard", "limited").spec.target
+    assert torch.equal(kernel(FULL, FULL), torch.full((2,), 2.0))
+    deterministic_mode(True)
+    with pytest.raises(KernelUnavailable) as caught:
+        kernel(FULL, FULL)
+    assert str(caught.value) == (
+        "kernel scale/standard:limited of limits does not claim to be deterministic, and "
+        "torch.use_deterministic_algorithms(True) is set. Choose scale: eager, or a kernel that claims it "
+        "(`opslot explain scale` shows them); with warn_only=True it runs"
+    )
+    deterministic_mode(True, warn_only=True)
+    with pytest.warns(UserWarning, match="limited of limits does not claim to be deterministic"):
+        assert torch.equal(kernel(FULL, FULL), torch.full((2,), 2.0))
+
+
+def test_what_claims_to_be_deterministic_is_left_alone(known, make_kernel, deterministic_mode):
+    deterministic_mode(True)
+    kernel = loaded(known, make_kernel, deterministic=True)
+    assert kernel is known.offer("scale", "standard", "limited").spec.target
+
+
+@pytest.mark.parametrize("fullgraph", [True, False])
+def test_determinism_costs_no_graph_and_is_noticed_in_compiled_code(
+    known, make_kernel, scale_class, deterministic_mode, fullgraph
+):
+    torch._dynamo.reset()
+    kernel = make_kernel("loose", deterministic=False)
+    known.add(Backend(api=1, kernels=(kernel,)), "limits")
+    model = torch.nn.Sequential(scale_class(), scale_class())
+    bind(model, {"scale": "loose"}, device="cpu", registry=known)
+    counter = CompileCounter()
+    compiled = torch.compile(model, backend=counter, fullgraph=fullgraph)
+    compiled(torch.ones(4))
+    compiled(torch.ones(4))
+    assert (counter.frame_count, counter.op_count) == (1, 4)
+    deterministic_mode(True)
+    with pytest.raises(RuntimeError, match="loose of limits does not claim to be deterministic"):
+        compiled(torch.ones(4))
+    deterministic_mode(True, warn_only=True)
+    with pytest.warns(UserWarning, match="loose of limits does not claim to be deterministic"):
+        compiled(torch.ones(4))
+    deterministic_mode(False)
+    compiled(torch.ones(4))
+    assert not fullgraph or counter.frame_count == 2  # where it breaks, around the raise, there are more
+
+
 def test_a_gradient_inside_a_tuple_is_one_too():
     forward = forward_only(lambda logits, top_k: logits[0].sum(), "kernel x")
     leaf = torch.ones(2, requires_grad=True)

@@ -7,7 +7,7 @@ import opslot
 import pytest
 import torch
 from opslot import Backend, BindError, OpSlot, bind
-from opslot._proof import _marking
+from opslot._proof import _marking, _zeros
 from torch.utils.checkpoint import checkpoint
 
 
@@ -118,7 +118,7 @@ def test_a_graph_without_guards_is_missed_and_not_passed(binding, model):
     step(compiled)
     with binding.proof() as proof:
         step(compiled)
-    with pytest.raises(BindError, match="3 slots were not seen to run their kernel") as caught:
+    with pytest.raises(BindError, match="the kernel was not seen to run as it should in 3 slots") as caught:
         proof.check()
     message = str(caught.value)
     assert "scale/standard -> fast: no kernel of this binding ran" in message
@@ -213,6 +213,55 @@ def test_modules_that_are_called_but_not_their_kernel(known, make_contract, make
     )
 
 
+class Saved(torch.nn.Module):
+    """As PEFT's ModulesToSaveWrapper: runs the copy of the active adapter, or the original."""
+
+    __module__ = "peft.utils.other"
+
+    def __init__(self, original):
+        super().__init__()
+        self.original_module = original.requires_grad_(False)
+        self.modules_to_save = torch.nn.ModuleDict()
+        self.active = None
+
+    def add(self, adapter):
+        self.modules_to_save[adapter] = copy.deepcopy(self.original_module).requires_grad_()
+        self.active = adapter
+
+    def forward(self, x):
+        return self.original_module(x) if self.active is None else self.modules_to_save[self.active](x)
+
+
+def test_of_the_modules_that_peft_holds_in_one_place_those_that_ran_are_judged(known, make_kernel, model):
+    model[1] = Saved(model[1])
+    model[1].add("default")
+    choice = {"scale": "slow", "modules": {"1": {"scale": "fast"}}}  # by the name that it has without PEFT
+    binding = bind(model, choice, device="cpu", registry=known)
+    assert {row.module: row.kernel for row in binding.rows} == {
+        "0": "slow",
+        "1.original_module": "fast",
+        "1.modules_to_save.default": "fast",
+        "2": "slow",
+    }
+    for active in ("default", None):
+        model[1].active = active
+        with binding.proof() as proof:
+            step(model)
+        proof.check()
+        assert binding.verify() == ()
+        assert sorted(proof.counts().values()) == [(0, 0), (1, 1), (1, 1), (1, 1)]
+    with binding.proof() as proof:
+        step(model[0])
+    assert [miss.row.module for miss in proof.misses()] == ["1.original_module", "1.modules_to_save.default", "2"]
+    model[1].add("late")  # a copy that holds the kernel, of which the binding knows nothing
+    with binding.proof() as proof:
+        step(model)
+    (reason,) = set(reasons(proof))
+    assert (
+        reason == "another module was put beside it after bind, as PEFT's modules_to_save do, and may run in its place"
+    )
+
+
 def test_no_gradient_is_due_behind_what_does_not_train(binding, model):
     model[0].weight.requires_grad_(False)
     with binding.proof() as proof:
@@ -250,38 +299,138 @@ def pair(x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Ten
     return x * weight, x + weight
 
 
+class Cut(torch.autograd.Function):
+    """x * weight and x + weight, whose backward forgets the weight."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(weight)
+        return x * weight, x + weight
+
+    @staticmethod
+    def backward(ctx, first, second):
+        (weight,) = ctx.saved_tensors
+        return first * weight + second, None
+
+
+def forgetful(x, weight):
+    return Cut.apply(x, weight)
+
+
+def pair_samples(device, dtype, seed):
+    yield opslot.Sample("ones", (torch.ones(2, dtype=dtype), torch.ones(2, dtype=dtype)))
+
+
+class Pair(torch.nn.Module):
+    pair_op = OpSlot("pair")
+
+    def __init__(self, uses):
+        super().__init__()
+        self.weight, self.uses = torch.nn.Parameter(torch.ones(4)), uses
+
+    def forward(self, x):
+        first, second = self.pair_op.kernel(x, self.weight)
+        return self.uses(first, second)
+
+
+ONE, OTHER = "no gradient came back through its result 0: ", "no gradient came back through its result 1: "
+PLAIN, LOST = "its result 1 carries no gradient although x requires one", "no gradient came out for weight, which"
+
+
 @pytest.mark.parametrize("backend", [None, "aot_eager"])
-def test_results_that_are_tuples(known, make_contract, make_kernel, backend):
-    known.add(
-        Backend(
-            api=1,
-            contracts=(
-                opslot.OpContract(
-                    op="pair", variant="standard", summary="two", reference=pair, samples=pair, tolerances={}
-                ),
-            ),
-            kernels=(make_kernel("two", "pair", target=pair),),
-        ),
-        "more",
+@pytest.mark.parametrize(
+    ("kernel", "uses", "missed"),
+    [
+        (pair, lambda a, b: a + b, ""),
+        (lambda x, weight: Cut.apply(x, weight.detach()), lambda a, b: a + b, LOST),
+        (forgetful, lambda a, b: a + b, LOST),
+        (lambda x, weight: (x.detach() * weight, x + weight), lambda a, b: a + b, ""),  # x is reached by another way
+        (lambda x, weight: (x * weight, (x + weight).detach()), lambda a, b: a + b, PLAIN),
+        (pair, lambda a, b: a, OTHER),
+        (pair, lambda a, b: a.detach() + b, ONE),
+    ],
+)
+def test_every_result_and_every_argument_counts(known, make_kernel, kernel, uses, missed, backend):
+    contract = opslot.OpContract(
+        op="pair", variant="standard", summary="two", reference=pair, samples=pair_samples, tolerances={}
     )
-
-    class Pair(torch.nn.Module):
-        pair_op = OpSlot("pair")
-
-        def __init__(self):
-            super().__init__()
-            self.weight = torch.nn.Parameter(torch.ones(4))
-
-        def forward(self, x):
-            return self.pair_op.kernel(x, self.weight)[0]
-
-    model = Pair()
+    two = make_kernel("two", "pair", target=kernel)
+    known.add(Backend(api=1, contracts=(contract,), kernels=(two,)), "more")
+    model = Pair(uses)
     binding = bind(model, {"pair": "two"}, device="cpu", registry=known)
     run = model if backend is None else torch.compile(model, backend=backend, fullgraph=True)
     with binding.proof() as proof:
-        step(run)
+        step(run, torch.ones(4, requires_grad=True))
+    if backend is not None and kernel is forgetful:
+        missed = ""  # a compiler writes zeros where a backward gives nothing
+    assert [reason[: len(missed)] for reason in reasons(proof)] == ([missed] if missed else [])
+
+
+def half(x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return x * 2, weight.detach() * 2
+
+
+@pytest.mark.parametrize("backend", [None, "aot_eager"])
+def test_a_gradient_that_the_reference_does_not_give_is_not_missed(known, make_contract, make_kernel, backend):
+    contract = opslot.OpContract(
+        op="pair", variant="standard", summary="two", reference=half, samples=pair_samples, tolerances={}
+    )
+    known.add(Backend(api=1, contracts=(contract,), kernels=(make_kernel("two", "pair", target=half),)), "more")
+    model = Pair(lambda a, b: a + b)
+    binding = bind(model, {"pair": "two"}, device="cpu", registry=known)
+    run = model if backend is None else torch.compile(model, backend=backend, fullgraph=True)
+    with binding.proof() as proof:
+        step(run, torch.ones(4, requires_grad=True))
     proof.check()
-    assert list(proof.counts().values()) == [(1, 1)]
+
+
+def total(items: tuple[torch.Tensor, ...], weight: torch.Tensor) -> torch.Tensor:
+    return sum(items) * weight
+
+
+def total_samples(device, dtype, seed):
+    yield opslot.Sample("ones", ((torch.ones(2), torch.ones(2)), torch.ones(2)))
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+def test_each_tensor_of_a_tuple_is_an_argument_of_its_own(known, make_kernel, by_name):
+    contract = opslot.OpContract(
+        op="total", variant="standard", summary="", reference=total, samples=total_samples, tolerances={}
+    )
+
+    def forgets(items, weight):
+        return (items[0] + items[1].detach()) * weight
+
+    known.add(Backend(api=1, contracts=(contract,), kernels=(make_kernel("odd", "total", target=forgets),)), "more")
+
+    class Total(torch.nn.Module):
+        total_op = OpSlot("total")
+
+        def forward(self, x, y):
+            return self.total_op(weight=x, items=(x, y)) if by_name else self.total_op((x, y), x)
+
+    model = Total()
+    binding = bind(model, {"total": "odd"}, device="cpu", registry=known)
+    with binding.proof() as proof:
+        model(torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)).sum().backward()
+    assert reasons(proof) == ["no gradient came out for items[1], which requires one: it was lost inside the kernel"]
+
+
+def test_gradients_of_arguments_are_those_without_a_proof(known, scale_class):
+    """An argument that is also used elsewhere, and one that is passed twice."""
+    grads = []
+    for proving in (False, True):
+        model = torch.nn.Sequential(scale_class(), scale_class())
+        model[1] = model[0]
+        binding = bind(model, {"scale": "fast"}, device="cpu", registry=known)
+        x = torch.arange(4.0, requires_grad=True)
+        proof = binding.proof()
+        with proof if proving else torch.enable_grad():
+            (model(x) + x * model[0].weight).sum().backward()
+        grads.append((x.grad, model[0].weight.grad))
+    proof.check()
+    for one, other in zip(*grads, strict=True):
+        assert torch.equal(one, other)
 
 
 @pytest.mark.parametrize(
@@ -382,7 +531,7 @@ def test_named_tuples_pass(known, make_contract, make_kernel):
         return Named(x * weight, x * factor)
 
     known.register(make_kernel("named", target=named))
-    kernel = _marking(named, torch.zeros(7, dtype=torch.int64), "here", "")
+    kernel = _marking(named, _zeros(3), "here", "", ("x", "weight", "factor"))
     result = kernel(torch.ones(2, requires_grad=True), torch.ones(2))
     assert isinstance(result, Named)
 

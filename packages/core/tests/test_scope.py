@@ -96,7 +96,7 @@ def test_the_report_says_which_rule_decided(model, known):
         ({"layers.3.nrom": {"scale": "fast"}}, r"no module of Model matches \(did you mean 'layers\.3\.norm'\?\)"),
         (
             {"layers.*": {"scale": "fast"}},
-            r"12 modules match, such as 'layers\.0', but none has a slot of scale\. Modules with one: layers\.0\.mlp",
+            r"12 modules, such as 'layers\.0', but none has a slot of scale\. Modules with one: layers\.0\.mlp",
         ),
     ],
 )

@@ -3,8 +3,9 @@
 import pytest
 import torch
 from opslot import BindError
-from opslot_models import build_foundation_model
-from transformers import Trainer, TrainingArguments
+from opslot_models import adopt, build_foundation_model
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 
 @pytest.fixture
@@ -37,6 +38,25 @@ def test_losses_that_nobody_asks_for_are_named_with_their_condition(model, batch
         model(**batch)
     assert "called only without gradients (no_grad)" in missed(proof)["cross_entropy_loss"]
     assert set(missed(proof)) == {row.op for row in model.opslot_binding.rows}
+
+
+def test_modules_that_peft_trains_whole(model, config, batch):
+    lora = LoraConfig(target_modules=["q_proj"], modules_to_save=["norm"], init_lora_weights=False)
+    torch.manual_seed(0)
+    stock = AutoModelForCausalLM.from_config(config())
+    tuned = get_peft_model(stock, lora)
+    binding = adopt(tuned, {"glu": "torch"}, device="cpu").binding
+    assert {"model.norm.original_module", "model.norm.modules_to_save.default"} <= {row.module for row in binding.rows}
+    with binding.proof() as proof:
+        tuned(**batch).loss.backward()
+    proof.check()
+    with tuned.disable_adapter(), binding.proof() as proof, torch.no_grad():
+        tuned(**batch)
+    never = [miss for miss in proof.misses(backward=False) if miss.reason == "its module was never called"]
+    assert never == []
+    first = model.opslot_binding
+    get_peft_model(model, lora)
+    assert [problem for problem in first.verify() if "another module was put beside it" in problem]
 
 
 def test_a_trainer_that_takes_the_labels_is_found_out(model, config, batch, tmp_path):

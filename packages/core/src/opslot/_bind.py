@@ -17,6 +17,7 @@ from ._modules import canonical_modules, glob_pattern, matches
 from ._obstacle import obstacle, parameter_dtypes
 from ._provenance import Provenance
 from ._registry import Choice, Offer, Registry
+from ._report import counted
 from ._slot import OpSlot
 
 if TYPE_CHECKING:
@@ -204,8 +205,8 @@ def _check_glob(
     if not owners.intersection(matched):
         some = ", ".join(sorted(owners)[:3]) or "none in this model"
         raise ConfigError(
-            f"{rule}: {len(matched)} modules match, such as {matched[0]!r}, but none has a slot of {op}. "
-            f"Modules with one: {some}"
+            f"{rule}: it matches {counted(len(matched), 'module')}, such as {matched[0]!r}, but none has a slot of "
+            f"{op}. Modules with one: {some}"
         )
 
 

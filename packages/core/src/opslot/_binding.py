@@ -14,10 +14,12 @@ from ._modules import canonical_modules
 from ._obstacle import obstacle, parameter_dtypes
 from ._provenance import Provenance, digest
 from ._registry import PROCESS_LOCAL, Offer
-from ._report import to_text
+from ._report import counted, to_text
 from ._slot import OpSlot
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
     import torch
 
     from ._proof import Proof
@@ -80,12 +82,15 @@ class Write:
     def in_place(self) -> bool:
         return vars(self.module).get(self.attribute) is self.slot
 
-    def problem(self, present: set[tuple[str, int]], device: Device) -> str:
-        """What happened to the slot since, or an empty string. `present`: the modules by name and identity."""
-        gone = [name for name in self.names if (name, id(self.module)) not in present]
+    def problem(self, present: "Mapping[str, Sequence[torch.nn.Module]]", bound: set[int], device: Device) -> str:
+        """What happened to the slot since, or an empty string. `bound`: the modules of the binding, by identity."""
+        gone = [name for name in self.names if all(module is not self.module for module in present.get(name, ()))]
         if gone:
             also = f" where it is called {gone[0]!r}" if len(self.names) > 1 else ""
             return f"the module was replaced or removed after bind{also}"
+        new = (module for name in self.names for module in present[name] if id(module) not in bound)
+        if any(isinstance(getattr(type(module), self.attribute, None), OpSlot) for module in new):
+            return "another module was put beside it after bind, as PEFT's modules_to_save do, and may run in its place"
         if not self.in_place() or getattr(self.module, self.attribute).offer != (
             self.slot.offer if self.slot else None
         ):
@@ -141,11 +146,14 @@ class Binding:
 
     def problems(self) -> list[str]:
         """What happened to each slot since bind, in the order of `rows`; an empty string where nothing did."""
-        present = {(name, id(module)) for name, module in canonical_modules(self._model)}
+        present: dict[str, list[torch.nn.Module]] = {}
+        for name, module in canonical_modules(self._model):
+            present.setdefault(name, []).append(module)
+        bound = {id(write.module) for write in self._writes}
         return [
             "the slot was unbound"  # before it was pickled, see __getstate__
             if row.kernel != EAGER and (write.slot is None or write.slot.offer is None)
-            else write.problem(present, self.device)
+            else write.problem(present, bound, self.device)
             for row, write in zip(self.rows, self._writes, strict=True)
         ]
 
@@ -265,6 +273,10 @@ class Binding:
 
     def __str__(self) -> str:
         return to_text(self)
+
+    def __repr__(self) -> str:
+        slots = counted(len(self.rows), "slot")
+        return f"<Binding of {type(self._model).__name__}: {slots} on {self.device}, choice {self.fingerprint}>"
 
 
 def _refuse_in_backward(what: str) -> None:

@@ -52,7 +52,7 @@ class DeviceKind:
 
     `torch_type` is the `torch.device.type` under which its devices appear. `probe(index)` returns `(arch, name)` of
     that device, or None when the device is not of this kind; it may import torch. `example` is one such arch: when
-    given, the others begin with the same letters, and a target is held to that.
+    given, the others begin with the same letters and, where it has one, a digit after them. A target is held to that.
     """
 
     name: str
@@ -78,7 +78,7 @@ def parse_target(text: str, kinds: Iterable[DeviceKind]) -> Device:
             f"known: {', '.join(_target(known[name]) for name in sorted(known))}"
         )
     example = known[device.kind].example
-    if device.arch and not device.arch.startswith(_letters(example)):
+    if device.arch and not _is_like(example, device.arch):
         raise OpslotError(f"target {text!r}: an architecture of kind {device.kind!r} looks like {example}")
     return device
 
@@ -133,8 +133,11 @@ def _target(kind: DeviceKind) -> str:
     return f"{kind.name}:{kind.example}" if kind.example else kind.name
 
 
-def _letters(arch: str) -> str:
-    return re.split(r"\d", arch)[0]
+def _is_like(example: str, arch: str) -> bool:
+    """Whether `arch` begins with the letters of the example, and a digit follows where one does there."""
+    letters = re.split(r"\d", example)[0]
+    digit = r"\d" if letters != example else ""
+    return re.match(re.escape(letters) + digit, arch) is not None
 
 
 def _probe_cuda(index: int) -> tuple[str, str] | None:

@@ -5,7 +5,7 @@ import sys
 from importlib.metadata import Distribution, EntryPoint, distributions, version
 from types import ModuleType
 
-from ._distributions import CORE, normal
+from ._distributions import CORE, Folder, normal, project_of, text_of
 
 
 def diagnose(entry_point: EntryPoint, error: BaseException) -> str:
@@ -54,20 +54,16 @@ def _too_new_or_too_old(distribution: Distribution | None) -> str:
 
 def _owner(file: str) -> str:
     """The distribution that brought `file`: by its record, or as the project of an editable installation."""
-    import json
-    from urllib.parse import urlsplit
-    from urllib.request import url2pathname
-
     real = os.path.realpath(file)
     editable: dict[str, str] = {}
     for distribution in distributions():
-        title = f"{distribution.name} {distribution.version}"
+        folder = Folder(distribution)
+        title = f"{folder.name} {folder.version}"
         top = os.path.realpath(str(distribution.locate_file("")))
         relative = os.path.relpath(real, top).replace(os.sep, "/")
-        if f"\n{relative}," in f"\n{distribution.read_text('RECORD') or ''}":
+        if f"\n{relative}," in f"\n{text_of(distribution, 'RECORD')}":
             return title
-        url = urlsplit(json.loads(distribution.read_text("direct_url.json") or "{}").get("url", ""))
-        project = os.path.realpath(url2pathname(url.path)) if url.scheme == "file" else ""
+        project = project_of(distribution)
         if project and real.startswith(project + os.sep):
             editable[project] = f"{title} (editable in {project})"
     return editable[max(editable, key=len)] if editable else "no installed distribution"

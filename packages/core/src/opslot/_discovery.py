@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 import threading
@@ -21,23 +22,39 @@ from ._selection import denied
 if TYPE_CHECKING:
     from importlib.metadata import Distribution
 
-# Reentrant, so that a backend which asks for the registry while it is loaded gets an error and not a deadlock.
+# Reentrant, so that a backend which asks for the registry while it is loaded gets an error and not a deadlock. One that
+# waits for a thread of its own that asks gets one too: the thread is given up on.
 _lock = threading.RLock()
+_PATIENCE = 60.0
 _loading = False
+_importing = ""
 _registry: Registry | None = None
+
+
+if hasattr(os, "register_at_fork"):
+    # A fork waits until the registry is there, since its child would wait for a thread that it does not have.
+    os.register_at_fork(
+        before=lambda: _lock.acquire(timeout=_PATIENCE), after_in_parent=_lock.release, after_in_child=_lock.release
+    )
 
 
 def registry() -> Registry:
     """The registry of this process. The first call finds and loads the installed backends.
 
     Raises `ConfigError` when OPSLOT_BACKENDS or OPSLOT_STRICT cannot be read, `BackendError` when OPSLOT_STRICT is set
-    and a backend fails. The next call then starts anew.
+    and a backend fails, or when another thread does not come to an end with loading. The next call then starts anew.
     """
     global _registry, _loading
     if _registry is None:
         from importlib.metadata import distributions  # 20 ms that `import opslot` does not have to pay
 
-        with _lock:
+        if not _lock.acquire(timeout=_PATIENCE):
+            raise BackendError(
+                f"another thread has been loading backends for {_PATIENCE:g} s, at last {_importing}, and may wait for "
+                "this one: what is imported by a backend's entry point must not wait for a thread that asks for the "
+                "registry; a backend offers its kernels as data"
+            )
+        try:
             if _loading:
                 raise SpecError(
                     "the registry is asked for while backends are loaded: a backend offers its kernels as data"
@@ -49,6 +66,8 @@ def registry() -> Registry:
                     _registry = _checked(discover(distributions()), strictly)
                 finally:
                     _loading = False
+        finally:
+            _lock.release()
     return _registry
 
 
@@ -98,6 +117,8 @@ def _load(item: Offered, refusal: str) -> BackendRecord:
     record = BackendRecord(item.name, item.distribution, item.version, denied=refusal, remark=item.remark)
     if refusal:
         return record
+    global _importing
+    _importing = f"{item.name!r} of {item.distribution}"
     before, start = set(sys.modules), perf_counter()
     try:
         record = replace(record, backend=_backend(item))

@@ -40,17 +40,18 @@ def offered(distributions: Iterable["Distribution"]) -> list[Offered]:
     Of one distribution one folder of metadata counts, as one copy of its modules is imported: that of the first path
     that has it, and there the newest of those that are whole. The others are named in the remark.
     """
-    folders: dict[str, list[_Folder]] = {}
+    folders: dict[str, list[Folder]] = {}
     for distribution in distributions:
-        if GROUP in _entry_points_text(distribution):
-            folder = _Folder(distribution)
+        # Bytes that are no text are taken as Latin-1, only to see whether it concerns us: reading it will fail again.
+        if GROUP in text_of(distribution, "entry_points.txt"):
+            folder = Folder(distribution)
             copies = folders.setdefault(normal(folder.name), [])
             if folder.path not in [copy.path for copy in copies]:
                 copies.append(folder)
     return [item for name in sorted(folders) for item in _of_one(folders[name])]
 
 
-class _Folder:
+class Folder:
     """The metadata of one distribution. An interrupted installation leaves a folder without a METADATA file."""
 
     def __init__(self, distribution: "Distribution") -> None:
@@ -69,12 +70,12 @@ class _Folder:
         self.version = given.get("Version", rest)
 
 
-def _of_one(copies: list[_Folder]) -> list[Offered]:
+def _of_one(copies: list[Folder]) -> list[Offered]:
     used, *others = copies
     if others:
         from packaging.version import InvalidVersion, Version
 
-        def age(copy: _Folder) -> tuple[bool, Version]:
+        def age(copy: Folder) -> tuple[bool, Version]:
             try:
                 return copy.whole, Version(copy.version)
             except InvalidVersion:
@@ -82,8 +83,9 @@ def _of_one(copies: list[_Folder]) -> list[Offered]:
 
         used = max((copy for copy in copies if copy.parent == used.parent), key=age)
     remark = ""
-    if others:
-        rest = ", ".join(sorted(copy.path for copy in copies if copy is not used))
+    odd = [c.path for c in copies if c is not used and not _of_one_project(used, c) and not _of_one_project(c, used)]
+    if odd:
+        rest = ", ".join(sorted(odd))
         remark = (
             f"the metadata of {used.name} is there more than once: {used.path} is used, {rest} is not; "
             f"reinstall it, and delete what then remains of others"
@@ -97,8 +99,29 @@ def _of_one(copies: list[_Folder]) -> list[Offered]:
     return [Offered(used.name, used.version, name, point, "", remark) for (name, _), point in sorted(distinct.items())]
 
 
-def _entry_points_text(distribution: "Distribution") -> str:
+def _of_one_project(installed: Folder, sources: Folder) -> bool:
+    """Whether both are metadata of one editable installation: setuptools leaves an egg-info in the project too."""
+    project = project_of(installed.distribution)
+    return bool(project) and sources.path.endswith(".egg-info") and sources.path.startswith(project + os.sep)
+
+
+def text_of(distribution: "Distribution", file: str) -> str:
+    """A file of the metadata, empty where there is none. Bytes that are no UTF-8 are read as Latin-1."""
     try:
-        return distribution.read_text("entry_points.txt") or ""
+        return distribution.read_text(file) or ""
     except UnicodeDecodeError as error:
-        return error.object.decode("latin-1")  # only to see whether it concerns us; reading it will fail again
+        return error.object.decode("latin-1")
+
+
+def project_of(distribution: "Distribution") -> str:
+    """The folder of the sources of an editable installation, as PEP 610 records it, or an empty string."""
+    import json
+    from urllib.parse import urlsplit
+    from urllib.request import url2pathname
+
+    try:
+        origin = json.loads(text_of(distribution, "direct_url.json") or "{}")
+        url = urlsplit(origin["url"]) if origin.get("dir_info", {}).get("editable") else None
+    except (AttributeError, KeyError, TypeError, ValueError):  # another tool wrote it
+        return ""
+    return os.path.realpath(url2pathname(url.path)) if url is not None and url.scheme == "file" else ""

@@ -41,7 +41,9 @@ class KernelSpec:
     at bind those of the module's parameters are judged, at each call that of the first floating argument. `nested` is
     for a kernel that chooses among implementations itself: a function, or "module:attr", that returns the name of the
     one that runs here ("triton", "cutedsl"), for reports and fingerprints. `backward`, `compile`, `cuda_graphs`,
-    `deterministic` and `batch_invariant` are claims: what a spec does not claim is not promised.
+    `deterministic` and `batch_invariant` are claims: what a spec does not claim is not promised. Under
+    `torch.use_deterministic_algorithms(True)` a kernel that does not claim `deterministic` raises `KernelUnavailable`
+    when it is called, and with `warn_only=True` it warns, as torch's own operations do.
     """
 
     op: str

@@ -17,7 +17,8 @@ def canonical_modules(model: "torch.nn.Module") -> Iterator[tuple[str, "torch.nn
     """Every module under every one of its names, without the parts that wrappers add.
 
     A shared module comes once for each name. torch.compile, DDP, FSDP, checkpoint wrappers and PEFT put themselves
-    between a module and its parent; the name of what they wrap is the name of the wrapper.
+    between a module and its parent; the name of what they wrap is the name of the wrapper. PEFT's modules_to_save hold
+    several modules in the place of one and run one of them: each has a name of its own, and that of the place.
     """
 
     above: list[torch.nn.Module] = []
@@ -29,6 +30,8 @@ def canonical_modules(model: "torch.nn.Module") -> Iterator[tuple[str, "torch.nn
             if child is not None and not any(child is other for other in above):
                 step = name if _wraps(module, part) else f"{name}.{part}" if name else part
                 yield from walk(step, child)
+        for child in _alternatives(module):
+            yield from walk(name, child)
         above.pop()
 
     return walk("", model)
@@ -37,10 +40,22 @@ def canonical_modules(model: "torch.nn.Module") -> Iterator[tuple[str, "torch.nn
 def _wraps(module: "torch.nn.Module", part: str) -> bool:
     if part in _TRANSPARENT:
         return True
-    # By all its classes: FSDP2 and users derive from them.
-    if part in _PEFT and any(kind.__module__.partition(".")[0] == "peft" for kind in type(module).__mro__):
+    if part in _PEFT and _is_peft(module):
         return True
     return part == "module" and any(kind.__name__ in _PARALLEL for kind in type(module).__mro__)
+
+
+def _alternatives(module: "torch.nn.Module") -> "tuple[torch.nn.Module, ...]":
+    saved = module._modules.get("modules_to_save")
+    if saved is None or not _is_peft(module):
+        return ()
+    held = (module._modules.get("original_module"), *saved._modules.values())
+    return tuple(child for child in held if child is not None)
+
+
+def _is_peft(module: "torch.nn.Module") -> bool:
+    # By all its classes: FSDP2 and users derive from them.
+    return any(kind.__module__.partition(".")[0] == "peft" for kind in type(module).__mro__)
 
 
 def glob_pattern(glob: str) -> re.Pattern[str]:
@@ -50,15 +65,13 @@ def glob_pattern(glob: str) -> re.Pattern[str]:
     """
     # Each part takes the dot after it along, so that `**` needs no case of its own wherever it stands.
     parts = [
-        r"(?:[^.]+\.)*"
-        if part == "**"
-        else _NUMBERS.sub(_alternatives, re.escape(part)).replace(r"\*", "[^.]*") + r"\."
+        r"(?:[^.]+\.)*" if part == "**" else _NUMBERS.sub(_numbers, re.escape(part)).replace(r"\*", "[^.]*") + r"\."
         for part in (glob.split(".") if glob else ())
     ]
     return re.compile("".join(parts))
 
 
-def _alternatives(found: re.Match[str]) -> str:
+def _numbers(found: re.Match[str]) -> str:
     spans = (span.partition(r"\-") for span in found[1].split(","))
     numbers = (str(n) for low, _, high in spans for n in range(int(low), int(high or low) + 1))
     return f"(?:{'|'.join(numbers)})"

@@ -1,8 +1,10 @@
 """Obstacles: why a module cannot hand its work to any kernel, whichever it is."""
 
+import functools
 import inspect
 from collections.abc import Callable
 from itertools import islice
+from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 from ._contract import OpContract
@@ -48,7 +50,8 @@ def _hidden(module: "torch.nn.Module", attribute: str) -> str | None:
     if ours is None:
         return None
     for cls in classes[: classes.index(ours)]:
-        if "forward" in vars(cls) and inspect.unwrap(vars(cls)["forward"]) is not inspect.unwrap(ours.forward):
+        own = vars(cls).get("forward")
+        if own is not None and not any(_leads_to(own, f) for f in (ours.forward, inspect.unwrap(ours.forward))):
             return (
                 f"{cls.__qualname__} has a forward of its own, so the guard in {ours.__qualname__} may never be reached"
             )
@@ -57,14 +60,43 @@ def _hidden(module: "torch.nn.Module", attribute: str) -> str | None:
 
 def _reaches(forward: Any, module: "torch.nn.Module") -> bool:
     """Whether an instance's own forward still calls its class's, as accelerate's wrappers do and kernelize does not."""
-    seen = 0
-    while forward is not None and seen < 16:
-        if getattr(forward, "__func__", forward) is type(module).forward:
+    inner = getattr(forward, "__wrapped__", None) or vars(module).get("_old_forward")
+    if inner is not None and _may_call(forward, inner):
+        forward = inner
+    return _leads_to(forward, type(module).forward)
+
+
+def _leads_to(forward: Any, wanted: Any) -> bool:
+    """Whether `wanted` is behind the wrappers around `forward`."""
+    for _ in range(16):
+        if getattr(forward, "__func__", forward) is wanted:
             return True
         inner = getattr(forward, "__wrapped__", None)
-        forward = inner if inner is not None else vars(module).get("_old_forward") if seen == 0 else None
-        seen += 1
+        if inner is None or not _may_call(forward, inner):
+            return False
+        forward = inner
     return False
+
+
+def _may_call(wrapper: Any, inner: Any) -> bool:
+    """Whether a wrapper has hold of what it says that it wraps: functools.wraps says so of any function.
+
+    Whether it then calls it at each forward, only a proof tells.
+    """
+    if isinstance(wrapper, functools.partial):
+        held = [wrapper.func, *wrapper.args, *wrapper.keywords.values()]
+    else:
+        function = getattr(wrapper, "__func__", wrapper)
+        if not isinstance(function, FunctionType):
+            return True  # an object, which keeps what it calls where it likes
+        if {"forward", "_old_forward", "__wrapped__"}.intersection(function.__code__.co_names):
+            return True  # as in super().forward(x)
+        nonlocal_, global_, _, _ = inspect.getclosurevars(function)
+        defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
+        held = [*nonlocal_.values(), *global_.values(), *defaults]
+    nested = [value for one in held for value in (one, *getattr(one, "__dict__", {}).values())]
+    wanted = getattr(inner, "__func__", inner)
+    return any(getattr(value, "__func__", value) is wanted for value in nested)
 
 
 def _same_function(activation: Any, expected: Callable[..., Any]) -> bool:

@@ -7,7 +7,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from ._errors import BindError
-from ._report import collapse, grouped, kernel_text
+from ._report import collapse, counted, grouped, kernel_text
 
 if TYPE_CHECKING:
     from ._binding import Binding
@@ -37,12 +37,12 @@ def assert_same(binding: "Binding", timeout: float) -> None:
         ) from error
     if verdict["missing"]:
         raise BindError(
-            f"ranks {_text(verdict['missing'])} of {world} did not arrive in time ({timeout:g} s) to compare their "
+            f"{_text(verdict['missing'])} of {world} did not arrive in time ({timeout:g} s) to compare their "
             "kernels. Did their bind raise, or do they call assert_same_on_all_ranks less often? See their output, or "
             "give more time with timeout="
         )
     if len(verdict["choices"]) > 1:
-        lines = [f"  ranks {_text(verdict['choices'][choice])}: {detail}" for choice, detail in details.items()]
+        lines = [f"  {_text(verdict['choices'][choice])}: {detail}" for choice, detail in details.items()]
         raise BindError(
             "the ranks chose different kernels; their configuration, environment variables, installed backends or "
             "devices differ:\n" + "\n".join(lines)
@@ -94,7 +94,7 @@ def _judge(store: Any, keys: Sequence[str]) -> dict[str, Any]:
 def _choice(binding: "Binding") -> str:
     """What a rank runs now: its choice, or that this no longer holds."""
     changed = len(binding.verify())
-    return f"{binding.fingerprint}, {changed} slots changed since" if changed else binding.fingerprint
+    return f"{binding.fingerprint}, {counted(changed, 'slot')} changed since" if changed else binding.fingerprint
 
 
 def _detail(binding: "Binding") -> str:
@@ -109,4 +109,5 @@ def _detail(binding: "Binding") -> str:
 
 
 def _text(ranks: Sequence[int]) -> str:
-    return collapse([str(rank) for rank in ranks])[0].strip("{}")
+    numbers = collapse([str(rank) for rank in ranks])[0].strip("{}")
+    return f"rank {numbers}" if len(ranks) == 1 else f"ranks {numbers}"

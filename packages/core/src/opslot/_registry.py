@@ -21,7 +21,7 @@ from ._errors import (
 )
 from ._installed import Installed
 from ._kernel import AUTO, EAGER, KernelSpec, Priority
-from ._limits import forward_only, limited
+from ._limits import forward_only, limited, nondeterministic
 from ._target import check_kernel, code_of, load_target, source_name
 
 if TYPE_CHECKING:
@@ -270,14 +270,16 @@ class Registry:
     def load(self, offer: Offer) -> Callable[..., Any]:
         """Import the kernel and check that it can be called as its contract says. Raises `TargetError`.
 
-        A kernel whose spec limits devices or dtypes, or has no backward, comes wrapped: a call outside these limits
-        raises `KernelUnavailable`.
+        A kernel whose spec limits devices or dtypes, has no backward or does not claim to be deterministic comes
+        wrapped: a call outside these limits raises `KernelUnavailable`.
         """
         spec = offer.spec
         owner = f"kernel {spec} of {offer.distribution}"
         kernel = load_target(spec.target, owner)
         signature = self.contract(spec.op, spec.variant).signature()
         check_kernel(kernel, signature, owner)
+        if not spec.deterministic:
+            kernel = nondeterministic(kernel, owner, spec.op)
         if not spec.backward:
             kernel = forward_only(kernel, owner)
         if spec.requires.devices or spec.requires.archs or spec.dtypes:

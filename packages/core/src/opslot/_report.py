@@ -14,10 +14,10 @@ _NUMBER = re.compile("0|[1-9][0-9]*")
 
 def to_text(binding: "Binding") -> str:
     """The report of a binding: a tree of op, kernel with its reason, and the modules that have it."""
-    title = f"opslot: {len(binding.rows)} slots on {binding.device}, choice {binding.fingerprint}"
+    title = f"opslot: {counted(len(binding.rows), 'slot')} on {binding.device}, choice {binding.fingerprint}"
     changed = binding.verify()
     if changed:
-        title += f"; {len(changed)} of them are no longer as bound, see verify()"
+        title += f"; {len(changed)} of them no longer as bound, see verify()"
     lines = [title]
     indent = " " * 6
     modules_in = TextWrapper(120, indent, indent, break_long_words=False, break_on_hyphens=False)
@@ -46,6 +46,11 @@ def kernel_text(row: "Row") -> str:
     """Name, nested backend, distribution and version of a kernel: "liger (cutedsl) opslot-backend-liger 0.1.0"."""
     nested = f"({row.nested})" if row.nested else ""
     return " ".join(part for part in (row.kernel, nested, row.distribution, row.version) if part)
+
+
+def counted(number: int, what: str) -> str:
+    """ "1 slot", "2 slots"."""
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
 def collapse(names: Sequence[str]) -> list[str]:

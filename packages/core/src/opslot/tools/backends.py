@@ -5,6 +5,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from opslot import BackendRecord
+from opslot._report import counted
 from opslot.tools.output import print_json, print_table, quiet_registry
 
 if TYPE_CHECKING:
@@ -74,7 +75,7 @@ def _check(options: argparse.Namespace) -> int:
         width = max(len(finding.verdict) for finding in findings)
         for finding in findings:
             print(f"  {finding.verdict:{width}}  {finding.subject}: {finding.detail}".replace("\n", "\n" + " " * 8))
-        print(f"{problems} problems" if problems != 1 else "1 problem")
+        print(counted(problems, "problem"))
     return int(problems > 0)
 
 
@@ -99,4 +100,4 @@ def _offers(record: BackendRecord) -> str:
         return record.denied
     if record.backend is None:
         return f"failed to load: {record.message}"
-    return f"{len(record.backend.kernels)} kernels, {len(record.backend.contracts)} contracts"
+    return f"{counted(len(record.backend.kernels), 'kernel')}, {counted(len(record.backend.contracts), 'contract')}"

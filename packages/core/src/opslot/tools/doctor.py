@@ -11,8 +11,9 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from importlib import metadata
+from importlib.metadata import distributions
 from itertools import combinations
 from typing import Any
 
@@ -21,7 +22,12 @@ from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 from packaging.version import InvalidVersion, Version
 
-from opslot import BackendRecord
+from opslot import BackendRecord, ConfigError, OpsConfig, OpslotError, Registry
+from opslot._distributions import Folder
+from opslot._environment import STRICT, strict
+from opslot._report import counted
+from opslot._selection import VARIABLE as BACKENDS
+from opslot.tools.metadata import modules
 from opslot.tools.output import print_json, quiet_registry
 
 
@@ -52,7 +58,9 @@ class Machine:
     """The facts. Names of distributions are in PyPI's canonical form.
 
     `needs` are the dependencies, of those distributions that matter here, whose markers hold; `triton` are the
-    distributions that install the module of that name. The errors are what an import in a fresh process raised.
+    distributions that install the module of that name, `unreadable` the folders of metadata that name no distribution,
+    `variables` what is wrong with opslot's environment variables. The errors are what an import in a fresh process
+    raised.
     """
 
     device: str = ""
@@ -64,6 +72,8 @@ class Machine:
     versions: Mapping[str, str]
     needs: Mapping[str, tuple[str, ...]]
     records: tuple[BackendRecord, ...] = ()
+    unreadable: tuple[str, ...] = ()
+    variables: tuple[str, ...] = ()
 
 
 def run(options: argparse.Namespace) -> int:
@@ -147,6 +157,24 @@ def check_backends(machine: Machine) -> Iterator[Finding]:
             )
 
 
+def check_variables(machine: Machine) -> Iterator[Finding]:
+    for problem in machine.variables:
+        yield Finding(
+            "an environment variable of opslot cannot be used",
+            problem,
+            "correct or unset it; until then every bind and most commands raise this error",
+        )
+
+
+def check_metadata(machine: Machine) -> Iterator[Finding]:
+    for folder in machine.unreadable:
+        yield Finding(
+            f"{folder} is no metadata of any distribution",
+            "its METADATA is missing, names no distribution or is not UTF-8, as after an interrupted installation",
+            "reinstall what it was of, or delete the folder",
+        )
+
+
 def check_dependencies(machine: Machine) -> Iterator[Finding]:
     for distribution in sorted(machine.needs):
         for text, required in _requirements(machine, distribution):
@@ -203,6 +231,8 @@ def check_conflicts(machine: Machine) -> Iterator[Finding]:
 
 
 CHECKS: tuple[Callable[[Machine], Iterable[Finding]], ...] = (
+    check_variables,
+    check_metadata,
     check_torch,
     check_npu,
     check_triton,
@@ -275,12 +305,51 @@ print(f"device={opslot.registry().current_device()}")
 """
 
 
+@contextmanager
+def _variables() -> Iterator[tuple[Registry, tuple[str, ...]]]:
+    """The registry, and what is wrong with opslot's environment variables: inside, what is wrong is not in force.
+
+    Nor is strictness: a backend that failed is a finding of its own.
+    """
+    before = {name: os.environ.get(name) for name in (STRICT, BACKENDS)}
+    problems = []
+    try:
+        try:
+            strict()
+        except ConfigError as error:
+            problems.append(str(error))
+        os.environ[STRICT] = "0"
+        complete = True
+        try:
+            known = quiet_registry()
+        except ConfigError as error:
+            problems.append(str(error))
+            os.environ[BACKENDS] = ""  # as everywhere, a typo lets no code in
+            known, complete = quiet_registry(), False
+        try:
+            choices = OpsConfig.from_environment()
+            if choices is not None and complete:
+                choices.rules(known)
+        except OpslotError as error:
+            problems.append(str(error))
+        yield known, tuple(problems)
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
+
+
 def look() -> Machine:
     """The facts about this environment. Torch is asked in a process of its own: a broken one may end it."""
-    known = quiet_registry()
-    versions: dict[str, str] = {
-        canonicalize_name(d.name): d.version or "" for d in reversed(list(metadata.distributions())) if d.name
-    }
+    with _variables() as (known, problems):
+        return _look(known, problems)
+
+
+def _look(known: Registry, problems: tuple[str, ...]) -> Machine:
+    folders = [Folder(found) for found in reversed(list(distributions()))]
+    named: dict[str, Folder] = {canonicalize_name(folder.name): folder for folder in folders if folder.whole}
+    versions = {name: folder.version for name, folder in named.items()}
     matter = {canonicalize_name(record.distribution) for record in known.records} | {"torch", "torch-npu"}
     matter |= {name for name in versions if name.startswith("opslot")}
     matter |= {demand.package for demand in _demands(known.records)}
@@ -294,10 +363,12 @@ def look() -> Machine:
         torch=torch,
         torch_error="" if torch else error,
         npu_error=_ask("import torch_npu", TORCH_DEVICE_BACKEND_AUTOLOAD="0")[1] if "torch-npu" in versions else "",
-        triton=tuple(sorted(set(map(canonicalize_name, metadata.packages_distributions().get("triton", ()))))),
+        triton=tuple(sorted(name for name, folder in named.items() if "triton" in modules(folder.distribution))),
         versions=versions,
-        needs={name: _needs(name) for name in sorted(matter) if name in versions},
+        needs={name: _needs(named[name]) for name in sorted(matter) if name in named},
+        unreadable=tuple(sorted(folder.path for folder in folders if not folder.whole)),
         records=tuple(known.records),
+        variables=problems,
     )
 
 
@@ -317,9 +388,13 @@ def _ask(code: str, **environment: str) -> tuple[str, str]:
     return done.stdout.strip(), last if done.returncode else ""
 
 
-def _needs(distribution: str) -> tuple[str, ...]:
+def _needs(folder: Folder) -> tuple[str, ...]:
     needs = []
-    for text in metadata.requires(distribution) or ():
+    try:
+        requires = folder.distribution.requires or ()
+    except UnicodeDecodeError:  # of the requires.txt in an egg-info
+        return ()
+    for text in requires:
         try:
             marker = Requirement(text).marker
         except InvalidRequirement:
@@ -355,7 +430,7 @@ def _as_text(machine: Machine, findings: tuple[Finding, ...]) -> str:
         f"torch:   {machine.torch or 'cannot be used'}",
         f"device:  {machine.device or 'not known'}",
         f"with:    {', '.join(f'{name} {machine.versions[name]}' for name in machine.needs if name != 'torch')}",
-        f"\n{len(findings) or 'no'} problem{'s' * (len(findings) != 1)} found",
+        f"\n{counted(len(findings), 'problem') if findings else 'no problems'} found",
     ]
     for finding in findings:
         lines += [f"\n{finding.what}", f"  why:    {finding.why}", f"  remedy: {finding.remedy}"]
