@@ -4,6 +4,7 @@ import json
 import math
 import re
 import time
+from functools import partial
 
 import opslot
 import pytest
@@ -11,8 +12,11 @@ import torch
 from opslot import Backend, KernelSpec, OpContract, Priority, Registry, Requires, Sample, Tolerance, Workload
 from opslot._attempt import Failure, attempt
 from opslot._device import CORE_KINDS
+from opslot.testing import check
+from opslot.testing._suite import QUICK
 from opslot.tools import bench, measure
 from opslot.tools.cli import main
+from opslot.tools.verify import Outcome
 
 LARGE = 64  # rows from which on some of the kernels below fail
 SLEEP = 0.03
@@ -151,6 +155,18 @@ def known_with(*kernels):
 def quick(monkeypatch):
     monkeypatch.setattr(measure, "_GEMM_ON_CPU", 64)
     monkeypatch.setattr(measure, "_COPY_BYTES_ON_CPU", 2**20)
+
+    def verify_here(jobs):
+        """In this process, which alone knows the kernels of these tests; and the quick checks alone."""
+        for job in jobs:
+            if job.check in QUICK:
+                call = partial(
+                    check, job.op, job.variant, job.kernel, device=job.device, dtype=job.dtype, checks=(job.check,)
+                )
+                outcome = attempt(call)
+                yield Outcome(job, str(outcome) if isinstance(outcome, Failure) else "", 0.0)
+
+    monkeypatch.setattr(bench, "verify", verify_here)
 
 
 @pytest.fixture
@@ -539,9 +555,10 @@ def test_a_kernel_without_backward_is_timed_forward_only(offering, results, run)
         return x @ weight
 
     offering(spec("infer", no_grad_only, backward=False))
-    # The kit cannot verify such a kernel with inputs that require gradients: what it says is shown.
-    kernels = results("--shape", "small", code=1)["small"]
-    assert "has no backward" in kernels["infer"]["verdict"]
+    infer = results("--shape", "small")["small"]["infer"]
+    assert infer["verdict"] == ""
+    assert infer["forward_ms"]
+    assert infer["forward_backward_ms"] is None
 
     setting = measure.Setting("cpu", "float32", 0, 3)
     candidates = [measure.Candidate("infer", no_grad_only, backward=False), measure.Candidate("eager", project)]

@@ -119,7 +119,7 @@ def test_the_table_and_the_command_that_shows_it_again(site):
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
-        (("rms_nrom",), "unknown op 'rms_nrom', did you mean 'rms_norm'"),
+        (("rms_nrom",), "unknown op 'rms_nrom' \\(did you mean 'rms_norm'\\?\\)"),
         (("rms_norm/standard", "--kernel", "other"), "no kernel 'other' for rms_norm/standard"),
         (("--kernel", "other"), "no op has a kernel 'other'"),
         (("rms_norm", "--device", "cuda:99"), "device 'cuda:99'"),

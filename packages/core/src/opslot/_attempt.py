@@ -1,7 +1,7 @@
-"""Attempts: run a kernel, which is other people's code, and keep what it raises as a value."""
+"""Attempts: run other people's code, a backend's import or a kernel, and keep what it raises as a value."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -11,22 +11,34 @@ _LONGEST = 300
 
 @dataclass(frozen=True)
 class Failure:
-    """What was raised, as text. The error itself would keep the tensors of every frame that it passed through."""
+    """What was raised: in one line, as it is but without what its frames held, and the traceback as text."""
 
     text: str
+    error: BaseException | None = field(default=None, compare=False)
+    traceback: str = field(default="", compare=False)
 
     def __str__(self) -> str:
         return self.text
+
+    @classmethod
+    def of(cls, error: BaseException) -> "Failure":
+        import traceback
+
+        # Also of errors that cannot be printed. A check that failed says so itself, without its kind.
+        line = traceback.format_exception_only(error)[0].splitlines()[0].removeprefix("AssertionError: ")
+        text = line if len(line) <= _LONGEST else f"{line[:_LONGEST]}..."
+        where = "".join(traceback.format_exception(error)).encode("utf-8", "backslashreplace").decode("utf-8")
+        traceback.clear_frames(error.__traceback__)  # they may hold gigabytes of tensors
+        return cls(text, error, where)
 
 
 def attempt(run: Callable[[], T]) -> T | Failure:
     """What `run` returns, or its failure."""
     try:
         return run()
-    # The other broad except: a kernel may raise anything, those of Triton's compiler derive from Exception alone, and
-    # the other kernels shall go on. Whoever calls this shows the failure.
-    except Exception as error:  # noqa: BLE001
-        lines = str(error).strip().splitlines() or [""]
-        text = lines[0] if len(lines[0]) <= _LONGEST else f"{lines[0][:_LONGEST]}..."
-        # A check that failed says so itself; of anything else the kind is half of the message.
-        return Failure(text if isinstance(error, AssertionError) and text else f"{type(error).__name__}: {text}")
+    except KeyboardInterrupt:
+        raise
+    # The one broad except of this code base. Other people's code may raise anything, SystemExit and the panics of
+    # extension modules included, and must not take down what stands beside it. Whoever calls this shows the failure.
+    except BaseException as error:  # noqa: BLE001
+        return Failure.of(error)

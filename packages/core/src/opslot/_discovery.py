@@ -11,6 +11,7 @@ from dataclasses import replace
 from time import perf_counter
 from typing import TYPE_CHECKING
 
+from ._attempt import Failure, attempt
 from ._backend import Backend
 from ._distributions import CORE, Offered, normal, offered
 from ._environment import STRICT, strict
@@ -120,15 +121,9 @@ def _load(item: Offered, refusal: str) -> BackendRecord:
     global _importing
     _importing = f"{item.name!r} of {item.distribution}"
     before, start = set(sys.modules), perf_counter()
-    try:
-        record = replace(record, backend=_backend(item))
-    except KeyboardInterrupt:
-        raise
-    # One of the two broad excepts of this code base: a backend is other people's code, and whatever it raises,
-    # SystemExit and the panics of extension modules included, must not take the others down. The error is kept, shown
-    # by every listing and raised on request.
-    except BaseException as error:  # noqa: BLE001
-        record = _failed(record, error)
+    # What a backend raises is kept, shown by every listing and raised on request.
+    outcome = attempt(lambda: _backend(item))
+    record = _failed(record, outcome) if isinstance(outcome, Failure) else replace(record, backend=outcome)
     seconds = perf_counter() - start
     return replace(record, milliseconds=1000 * seconds, imported=_foreign(set(sys.modules) - before, item))
 
@@ -168,12 +163,9 @@ def _settle(found: Registry, record: BackendRecord, *, last_chance: bool) -> Bac
     except OpslotError as error:
         if isinstance(error, UnknownOp) and not last_chance:
             return None
-        return _failed(record, error)
+        return _failed(record, Failure.of(error))
     return record
 
 
-def _failed(record: BackendRecord, error: BaseException) -> BackendRecord:
-    import traceback
-
-    text = "".join(traceback.format_exception(error)).encode("utf-8", "backslashreplace").decode("utf-8")
-    return replace(record, backend=None, error=error, traceback=text)
+def _failed(record: BackendRecord, failure: Failure) -> BackendRecord:
+    return replace(record, backend=None, error=failure.error, traceback=failure.traceback)

@@ -161,7 +161,7 @@ class Case:
                 continue
             if not is_tensor(got):
                 self.fail(f"{what} is a {type(got).__name__}, the reference gives a tensor")
-            asked = self.differentiable or not run.leaves
+            asked = self.differentiable or not eager.leaves
             for attribute in ("dtype", "shape", "device", *(("requires_grad",) if asked else ())):
                 mine, theirs = getattr(got, attribute), getattr(like, attribute)
                 if mine != theirs:

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar
+from unittest import SkipTest
 
 from .._discovery import registry
 from .._distributions import normal
@@ -93,15 +94,13 @@ class KernelSuite:
         metafunc.parametrize("device", self.devices)
 
     def test_kernel(self, conformance: tuple[str, str, Kernel | str, str, str], device: str) -> None:
-        import pytest
-
         op, variant, kernel, dtype, name = conformance
         known = registry()
         if isinstance(kernel, str):
             reason = absent(device)
             unmet = known.offer(op, variant, kernel).spec.unmet(known.describe(device)) if not reason else (reason,)
             if unmet:
-                pytest.skip(f"{kernel} on {device}: {'; '.join(unmet)}")
+                raise SkipTest(f"{kernel} on {device}: {'; '.join(unmet)}")  # pytest's too, which need not be imported
         with time_limit(self.seconds, f"check {name!r} of {op}/{variant}:{_name(kernel)}"):
             check(op, variant, kernel, device=device, dtype=dtype, seed=self.seed, checks=(name,))
 

@@ -21,11 +21,15 @@ from opslot._attempt import Failure, attempt
 from opslot._errors import nearest
 from opslot._provenance import Provenance
 from opslot._target import load_target
+from opslot.testing._suite import ALL
 from opslot.tools import chart
 from opslot.tools.measure import NOT_MEASURED, Candidate, Setting, device_to_measure, environment, measure
 from opslot.tools.output import print_json, print_table, quiet_registry, stdout_as_stderr
+from opslot.tools.verify import Job, verify
 
 Sizes = Mapping[str, int]
+# Findings by contract, kernel and dtype.
+Verified = Mapping[tuple[str, str, str], list[str]]
 
 _REPEATS = 20
 _FEWEST = 3
@@ -47,6 +51,12 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument("--repeats", type=int, default=_REPEATS, help=f"default: {_REPEATS}")
     command.add_argument("--seed", type=int, default=0)
+    command.add_argument(
+        "--verified",
+        type=Path,
+        metavar="FILE",
+        help="what `opslot verify --json` printed here, not to do it again",
+    )
     command.add_argument("--output", type=Path, metavar="FOLDER", help="write the results as JSON, and a chart as PNG")
 
 
@@ -78,11 +88,12 @@ def run(options: argparse.Namespace) -> int:
     device = known.describe(name)
     dtype = options.dtype or ("float32" if name == "cpu" else "bfloat16")
     setting = Setting(name, dtype, options.seed, options.repeats)
+    verified = _read_verified(options.verified, device)
     plans = [_plan(known, contract, device, options, dtype) for contract in contracts]
 
     reports = []
     for plan in plans:
-        report = _report(known, plan, device, setting, options)
+        report = _report(known, plan, device, setting, verified, options)
         reports.append(report)
         if options.output is not None:
             _write(options.output, report)
@@ -91,14 +102,34 @@ def run(options: argparse.Namespace) -> int:
     return int(any(_has_failure(result) for report in reports for result in report["results"]))
 
 
-def verdict(kernel: str, contract: OpContract, device: str, dtype: str) -> str:
-    """The first finding against a kernel, by its name or `distribution:name`; empty when it passes."""
-    from opslot.testing import check
+def verdict(offer: Offer, contract: OpContract, device: str, dtype: str, verified: Verified) -> str:
+    """The first finding of `opslot verify` against a kernel; empty when it passes."""
+    names = offer.selector, offer.spec.name
+    problems = next((verified[key] for name in names if (key := (str(contract), name, dtype)) in verified), None)
+    if problems is None:
+        jobs = [Job(*contract.key, offer.selector, device, dtype, check, 0) for check in ALL]
+        problems = [f"{outcome.job.check}: {outcome.problem}" for outcome in verify(jobs) if outcome.problem]
+    return problems[0].splitlines()[0] if problems else ""
 
-    if kernel == EAGER:  # its own reference
-        return ""
-    outcome = attempt(partial(check, contract.op, contract.variant, kernel, device=device, dtype=dtype))
-    return str(outcome) if isinstance(outcome, Failure) else ""
+
+def _read_verified(path: Path | None, device: Device) -> Verified:
+    """What `opslot verify --json` found on this device in all of its checks, by contract, kernel and dtype."""
+    if path is None:
+        return {}
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        outcomes, there = data["outcomes"], data["device"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise OpslotError(f"--verified {path}: not what `opslot verify --json` prints: {error!r}") from error
+    if there != str(device):
+        raise OpslotError(f"--verified {path}: is of {there}, and this is {device}")
+    found: dict[tuple[str, str, str], list[str]] = {}
+    done: dict[tuple[str, str, str], set[str]] = {}
+    for outcome in outcomes:
+        key = f"{outcome['op']}/{outcome['variant']}", outcome["kernel"], outcome["dtype"]
+        done.setdefault(key, set()).add(outcome["check"])
+        found.setdefault(key, []).extend([f"{outcome['check']}: {outcome['problem']}"] if outcome["problem"] else [])
+    return {key: problems for key, problems in found.items() if done[key] >= set(ALL)}
 
 
 def _contracts(known: Registry, text: str) -> list[OpContract]:
@@ -213,13 +244,13 @@ def _inline(workload: Workload) -> str:
 
 
 def _report(
-    known: Registry, plan: _Plan, device: Device, setting: Setting, options: argparse.Namespace
+    known: Registry, plan: _Plan, device: Device, setting: Setting, verified: Verified, options: argparse.Namespace
 ) -> dict[str, Any]:
     contract = plan.contract
     entries, candidates = [], []
     for name, offer in plan.kernels.items():
         with stdout_as_stderr():
-            entry, candidate = _examine(known, contract, name, offer, setting)
+            entry, candidate = _examine(known, contract, name, offer, setting, verified)
         entries.append(entry)
         if candidate is not None:
             candidates.append(candidate)
@@ -254,7 +285,7 @@ def _report(
 
 
 def _examine(
-    known: Registry, contract: OpContract, name: str, offer: Offer | None, setting: Setting
+    known: Registry, contract: OpContract, name: str, offer: Offer | None, setting: Setting, verified: Verified
 ) -> tuple[dict[str, Any], Candidate | None]:
     """Who the kernel is and whether it passes; nothing to measure when it does not."""
     entry: dict[str, Any] = {"kernel": name, "distribution": "", "version": "", "source": "", "nested": ""}
@@ -266,7 +297,7 @@ def _examine(
     if isinstance(kernel, Failure) or isinstance(provenance, Failure):
         return {**entry, "verdict": "", **NOT_MEASURED, "error": f"while loading: {provenance}"}, None
     entry |= {"source": provenance.source, "nested": provenance.nested}
-    finding = verdict(offer.selector, contract, setting.device, setting.dtype)
+    finding = verdict(offer, contract, setting.device, setting.dtype, verified)
     candidate = None if finding else Candidate(name, kernel, offer.spec.backward)
     return {**entry, "verdict": finding, **NOT_MEASURED}, candidate
 

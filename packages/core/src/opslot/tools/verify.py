@@ -14,6 +14,7 @@ from typing import Any
 from opslot import EAGER, Offer, OpContract, OpslotError, Registry, UnknownKernel
 from opslot.testing import CHECKS
 from opslot.testing._suite import ALL, dtypes_of
+from opslot.tools.measure import device_to_measure
 from opslot.tools.output import print_json, print_table, quiet_registry
 
 
@@ -65,7 +66,9 @@ _CHECKS = f"may be repeated; default: all but large, which takes most of a GPU's
 
 def run(options: argparse.Namespace) -> int:
     known = quiet_registry()
-    device = options.device or _present()
+    if options.device is not None:
+        known.describe(options.device)  # raises for a device that is not here
+    device = device_to_measure(options.device)
     jobs, absent = plan(known, options.op, options.kernel, device, options.dtype, options.check or ALL, options.seed)
     if not jobs and not absent:
         raise OpslotError(f"nothing to verify: no installed backend has a kernel for {options.op or 'any op'}")
@@ -151,12 +154,12 @@ def verify(jobs: Sequence[Job], *, seconds: float = 300, workers: int = 1) -> It
 
 def _verify(jobs: list[Job], seconds: float, workers: int) -> Iterator[Outcome]:
     while jobs:
-        done = list(_attempt(jobs, seconds, workers))
+        done = list(_outcomes_of_one_worker(jobs, seconds, workers))
         yield from done
         jobs = jobs[len(done) :]
 
 
-def _attempt(jobs: list[Job], seconds: float, workers: int) -> Iterator[Outcome]:
+def _outcomes_of_one_worker(jobs: list[Job], seconds: float, workers: int) -> Iterator[Outcome]:
     """The outcomes of one worker, until all is done or it dies; what it died of is the last one."""
     environment = dict(os.environ)
     if workers > 1:
@@ -242,13 +245,6 @@ def _contracts(known: Registry, op: str | None) -> tuple[OpContract, ...]:
 
 def _alone(offer: Offer, offers: Sequence[Offer]) -> bool:
     return sum(other.spec.name == offer.spec.name for other in offers) == 1
-
-
-def _present() -> str:
-    import torch
-
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    return "cpu" if accelerator is None else accelerator.type
 
 
 def _verdict(outcomes: list[Outcome]) -> tuple[str, str, str]:
