@@ -128,7 +128,9 @@ def recorded():
     registry = Registry()
     registry.add(CORE, "opslot")
     recorders = {contract.key: Recorder(contract) for contract in registry.contracts()}
-    kernels = tuple(KernelSpec(op=op, variant=v, name="recorder", target=r) for (op, v), r in recorders.items())
+    kernels = tuple(
+        KernelSpec(op=op, variant=v, name="recorder", target=r, deterministic=True) for (op, v), r in recorders.items()
+    )
     registry.add(Backend(api=1, kernels=kernels), "recorders")
     return registry, recorders
 

@@ -76,8 +76,9 @@ class OpContract:
     module's activation is refused when that one computes something else. `runs_when` says what a model must be asked
     for before it computes this op at all ("it gets labels"), for those who wonder why a kernel did not run. `rows`
     names the arguments that hold independent rows (tokens, or whole sequences where the rows of one depend on each
-    other), each with the dimension along which they lie; the outputs' is that of the first. `workload` is what
-    benchmarks run.
+    other), each with the dimension along which they lie; the outputs' is that of the first. `packed` names those
+    in which `cu_seqlens` packs sequences, with the dimension of the tokens; the first output's is that of the first.
+    `workload` is what benchmarks run.
     """
 
     op: str
@@ -92,6 +93,7 @@ class OpContract:
     activation: Target | None = None
     runs_when: str = ""
     rows: Mapping[str, int] = field(default_factory=dict)
+    packed: Mapping[str, int] = field(default_factory=dict)
     workload: Workload | None = None
 
     def __post_init__(self) -> None:
@@ -114,10 +116,11 @@ class OpContract:
             raise SpecError(
                 f"contract {self}: tolerances must map names of dtypes to Tolerance, got {self.tolerances!r}"
             )
-        if not isinstance(self.rows, Mapping) or not all(
-            isinstance(name, str) and type(dim) is int for name, dim in self.rows.items()
-        ):
-            raise SpecError(f"contract {self}: rows must map names of arguments to dimensions, got {self.rows!r}")
+        for what, dims in (("rows", self.rows), ("packed", self.packed)):
+            if not isinstance(dims, Mapping) or not all(
+                isinstance(name, str) and type(dim) is int for name, dim in dims.items()
+            ):
+                raise SpecError(f"contract {self}: {what} must map names of arguments to dimensions, got {dims!r}")
         if self.workload is not None and not isinstance(self.workload, Workload):
             raise SpecError(f"contract {self}: workload must be a Workload, got {self.workload!r}")
         optional = (self.activation,) if self.activation is not None else ()

@@ -155,6 +155,7 @@ CONTRACTS = (
         # as a sum of 1025 terms has.
         tolerances=tolerances(roundings=5, terms=1025),
         rows={"hidden_states": 0},
+        packed={"hidden_states": -1},
         workload=Workload(
             problem=problem,
             shapes={

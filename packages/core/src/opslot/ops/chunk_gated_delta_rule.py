@@ -250,6 +250,7 @@ CONTRACTS = (
         # float32 cannot hold.
         tolerances=tolerances(roundings=8, terms=1025, noise=1),
         rows=dict.fromkeys(("query", "key", "value", "g", "beta", "initial_state"), 0),
+        packed=dict.fromkeys(("query", "key", "value", "g", "beta"), 1),
         workload=Workload(
             problem=problem,
             shapes={

@@ -197,12 +197,12 @@ class Case:
             if gradient is not None and old is not None and not torch.equal(bytes_of(gradient), old):
                 self.fail(f"the incoming gradient was changed ({when})")
 
-    def within(self, got: torch.Tensor, exact: torch.Tensor) -> bool:
-        """Whether the error is within the contract's tolerance."""
+    def within(self, got: torch.Tensor, exact: torch.Tensor, factor: float = 1.0) -> bool:
+        """Whether the error is within `factor` times the contract's tolerance."""
         if got.shape != exact.shape:
             return False
         error, largest = error_of(got, exact)
-        return bool((error <= self.tolerance.atol + self.tolerance.rtol * largest).all())
+        return bool((error <= factor * (self.tolerance.atol + self.tolerance.rtol * largest)).all())
 
     def compare(self, what: str, got: torch.Tensor, exact: torch.Tensor, allowed: float = 0.0) -> None:
         """Within the contract's tolerance, or an error of `allowed` where that is more."""
