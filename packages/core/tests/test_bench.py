@@ -458,7 +458,7 @@ def test_what_fails_verification_is_not_ranked_nor_measured(offering, run, resul
     ("kernel", "error"),
     [
         (wrong_when_large, "at this shape: output 0 is wrong: RMS "),
-        (raising_when_large, "at this shape: OutOfMemoryError: out of memory: tried to allocate 9.00 GiB"),
+        (raising_when_large, "at this shape: torch.OutOfMemoryError: out of memory: tried to allocate 9.00 GiB"),
         (raising_in_backward, "at this shape: ZeroDivisionError: in backward"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
@@ -537,7 +537,7 @@ def test_eager_that_cannot_run_leaves_the_kernels_without_an_error_figure(offeri
     assert mine["error_against_eager"] is mine["error_against_float64"] is None
     assert "out of memory" in mine["missing"]["error_against_eager"]
     assert mine["percent_of_floor"]["forward_backward"] > 0
-    assert "no error against eager: OutOfMemoryError: out of memory" in run("--shape", "tall", code=1).out
+    assert "no error against eager: torch.OutOfMemoryError: out of memory" in run("--shape", "tall", code=1).out
 
 
 def test_float64_that_does_not_fit_is_left_out_with_the_reason(offering, results, monkeypatch):

@@ -63,7 +63,8 @@ def full(bare) -> Registry:
     liger, triton = _same_as_its_reference("liger"), _same_as_its_reference("triton")
     moe = [triton[key] for key in triton if key[0] in ("moe_experts", "load_balancing_loss")]
     bare.add(Backend(api=1, kernels=tuple(liger.values())), "opslot-backend-liger", "0.1")
-    fla = [spec for key, spec in _same_as_its_reference("fla").items() if key[0] == "rms_norm_gated"]
+    fla = [spec for (op, _), spec in _same_as_its_reference("fla").items() if op in ("rms_norm_gated", "causal_conv1d")]
+    fla += [spec for (op, _), spec in _same_as_its_reference("flash_qla").items() if op == "chunk_gated_delta_rule"]
     bare.add(Backend(api=1, kernels=tuple(moe)), "opslot-backend-triton-moe", "0.1")
     bare.add(Backend(api=1, kernels=tuple(fla)), "opslot-backend-fla", "0.1")
     tilelang = [spec for (op, _), spec in _same_as_its_reference("tilelang").items() if op == "dsa_attention"]
@@ -91,7 +92,7 @@ def test_a_veomni_yaml_chooses_what_it_says_where_the_backends_are_there(full, v
     assert rows["glu/swiglu"]["selector"] == "opslot-backend-liger:liger"
     assert rows["glu/swiglu"]["field"] == "swiglu_mlp_implementation"
     assert rows["load_balancing_loss/standard"]["kernel"] == "triton"
-    assert "opslot-backend-fla would bring flash_qla" in rows["chunk_gated_delta_rule"]["reason"]
+    assert rows["chunk_gated_delta_rule/standard"]["selector"] == "opslot-backend-fla:flash_qla"
     assert rows["dsa_attention/glm"]["selector"] == "opslot-backend-tilelang:tilelang"
     assert json.loads(captured.out)["attn_implementation"] == "flash_attention_2"
 
