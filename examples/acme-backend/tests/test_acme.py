@@ -2,15 +2,13 @@ import subprocess
 import sys
 
 import opslot
-import pytest
 from acme_opslot import BACKEND
-from opslot.testing import check
+from opslot.testing import KernelSuite
 
 
-@pytest.mark.parametrize("spec", BACKEND.kernels, ids=str)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_kernel_computes_what_its_contract_says(spec, dtype):
-    check(spec.op, spec.variant, spec.name, dtype=dtype)
+class TestConformance(KernelSuite):
+    backend = "acme"
+    dtypes = ("float32", "bfloat16")
 
 
 def test_auto_chooses_acme():

@@ -187,13 +187,12 @@ class Case:
                 self.fail(f"{what} has dtype {got.dtype}, its tensor {run.leaves[name].dtype}")
             if self.within(got, value):
                 continue
-            # Where everything cancels, as between equal rows, rounding remains: then eager's own is the measure. Of the
-            # few errors that are not copies of each other the largest is easily twice as large in one as in another.
+            # Where everything cancels, as between equal rows, rounding remains: then eager's own is the measure.
             theirs = theirs or self.eager.gradients(incoming)
             rounding = theirs[name]
             assert rounding is not None
             allowed = float(error_of(rounding, value)[0].max()) if value.numel() else 0.0
-            self.compare(what, got, value, allowed=4 * allowed if math.isfinite(allowed) else 0.0)
+            self.compare(what, got, value, allowed=2 * allowed if math.isfinite(allowed) else 0.0)
         for gradient, old in zip(incoming, before, strict=True):
             if gradient is not None and old is not None and not torch.equal(bytes_of(gradient), old):
                 self.fail(f"the incoming gradient was changed ({when})")

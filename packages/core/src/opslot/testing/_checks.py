@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from itertools import islice, pairwise
 from typing import TYPE_CHECKING, Any
@@ -333,12 +335,14 @@ def _compare_beside(
 
 
 def deterministic(subject: Subject, seed: int) -> None:
-    """Where claimed: the same bits each time. Where not: refused when deterministic algorithms are asked for."""
+    """Where claimed: the same bits each time, in deterministic mode too."""
 
     for case in islice(subject.cases(seed), 2 * _FEW):
         with case.noted():
             if subject.spec.deterministic:
                 first, *others = (_bits(case) for _ in range(3))
+                with _deterministic_mode():
+                    others.append(_bits(case))
                 if not all(_same(pair) for other in others for pair in zip(first, other, strict=True)):
                     case.fail("claims to be deterministic, and three calls did not give the same bits")
 
@@ -621,10 +625,28 @@ def refusals(subject: Subject, seed: int) -> None:
                     case = subject.case(sample, seed)
                     with case.noted():
                         _assert_refused(case, f"{name}, which its spec does not name", case.without_gradients)
+    # What makes a registered kernel refuse stands around its function: one that is given as a function has none of it.
+    if not spec.deterministic and inspect.unwrap(subject.kernel) is not subject.kernel:
+        for case in islice(subject.cases(seed), 1):
+            with case.noted(), _deterministic_mode():
+                _assert_refused(case, "deterministic mode, which its spec does not claim", case.without_gradients)
     if not spec.backward:
         for case in islice(subject.cases(seed), 1):
             with case.noted():
                 _assert_refused(case, "gradients, which its spec does not claim", partial(case.run, leaves=case.leaves))
+
+
+@contextmanager
+def _deterministic_mode() -> Iterator[None]:
+    import torch
+
+    enabled = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
 
 
 def _assert_refused(case: Case, what: str, call: Callable[[], Any]) -> None:

@@ -6,13 +6,13 @@ import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeGuard
 from unittest import SkipTest
 
 from .._discovery import registry
 from .._distributions import normal
 from .._errors import UnknownKernel
-from .._kernel import KernelSpec
+from .._kernel import EAGER, KernelSpec
 from .._registry import Offer
 from ._checks import CHECKS
 from ._subject import Subject
@@ -96,11 +96,11 @@ class KernelSuite:
     def test_kernel(self, conformance: tuple[str, str, Kernel | str, str, str], device: str) -> None:
         op, variant, kernel, dtype, name = conformance
         known = registry()
-        if isinstance(kernel, str):
-            reason = absent(device)
-            unmet = known.offer(op, variant, kernel).spec.unmet(known.describe(device)) if not reason else (reason,)
-            if unmet:
-                raise SkipTest(f"{kernel} on {device}: {'; '.join(unmet)}")  # pytest's too, which need not be imported
+        unmet: tuple[str, ...] = (absent(device),) if absent(device) else ()
+        if not unmet and _is_offered(kernel):
+            unmet = known.offer(op, variant, kernel).spec.unmet(known.describe(device))
+        if unmet:  # unittest's, which pytest takes as its own
+            raise SkipTest(f"{_name(kernel)} on {device}: {'; '.join(unmet)}")
         with time_limit(self.seconds, f"check {name!r} of {op}/{variant}:{_name(kernel)}"):
             check(op, variant, kernel, device=device, dtype=dtype, seed=self.seed, checks=(name,))
 
@@ -113,7 +113,7 @@ class KernelSuite:
         kernel = kernel.__func__ if isinstance(kernel, staticmethod) else kernel
         if not self.op or kernel is None:
             raise ValueError(f"{type(self).__name__}: set backend, or op and kernel")
-        spec = registry().offer(self.op, self.variant, kernel).spec if isinstance(kernel, str) else None
+        spec = registry().offer(self.op, self.variant, kernel).spec if _is_offered(kernel) else None
         yield self.op, self.variant, kernel, spec
 
 
@@ -159,6 +159,10 @@ def time_limit(seconds: float, what: str) -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
+
+
+def _is_offered(kernel: Kernel | str) -> TypeGuard[str]:
+    return isinstance(kernel, str) and kernel != EAGER
 
 
 def _name(kernel: Kernel | str) -> str:
