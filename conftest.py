@@ -9,6 +9,8 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # torch-npu without its toolkit makes `import torch` itself fail.
 os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
+# cuBLAS wants this set before it promises anything.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
