@@ -719,3 +719,66 @@ def test_the_check_passes_the_kernel_without_the_fault(plant):
     twin = plant.twin or opslot.registry().contract(plant.op, plant.variant).load_reference()
     claims = {} if plant.check == "refusals" else plant.claims
     assert raised_by(replace(plant, claims=claims), twin) == ""
+
+
+# C07: 32-bit offsets. This plant's wrap around at 2**10, and the workload is as much smaller than those on a GPU.
+
+
+def offsets_wrap_around(x, weight, eps):
+    flat = x.reshape(-1)
+    return rms_norm(flat[torch.arange(flat.numel(), device=x.device) % 2**10].view(x.shape), weight, eps)
+
+
+@pytest.mark.parametrize("kernel", [offsets_wrap_around, rms_norm])
+def test_offsets_that_wrap_around(kernel):
+    subject = Subject.of("rms_norm", "standard", kernel)
+    workload = replace(subject.contract.workload, large={"tokens": 17, "hidden": 64})
+    subject = replace(subject, contract=replace(subject.contract, workload=workload))
+    if kernel is rms_norm:
+        CHECKS["large"](subject, 0)
+    else:
+        with pytest.raises(AssertionError, match="output, number 0: differs from eager by"):
+            CHECKS["large"](subject, 0)
+
+
+# What only a GPU shows
+
+
+def on_the_default_stream(gate, up):
+    with torch.cuda.stream(torch.cuda.default_stream(gate.device)):
+        return F.silu(gate) * up
+
+
+def waits_for_the_device(gate, up):
+    return F.silu(gate) * up if bool(gate.isfinite().all()) else gate * up
+
+
+def remembers_the_first_inputs():
+    first: dict[Any, torch.Tensor] = {}
+
+    def kernel(gate, up):
+        kept = first.setdefault((gate.shape, gate.requires_grad), gate.detach().clone())
+        return F.silu(gate + (kept - gate).detach()) * up
+
+    return kernel
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("kernel", "check", "problem"),
+    [
+        (on_the_default_stream, "streams", "on a second stream is wrong"),
+        (waits_for_the_device, "cuda_graphs", "captur"),
+        (remembers_the_first_inputs(), "cuda_graphs", "replayed from a CUDA graph is wrong"),
+        (glu, "streams", None),
+        (glu, "cuda_graphs", None),
+    ],
+)
+def test_on_a_gpu(kernel, check, problem):
+    subject = Subject.of("glu", "swiglu", kernel, device="cuda")
+    subject = replace(subject, spec=replace(subject.spec, cuda_graphs=True))
+    if problem is None:
+        CHECKS[check](subject, 0)
+    else:
+        with pytest.raises((AssertionError, RuntimeError), match=problem):
+            CHECKS[check](subject, 0)
