@@ -223,15 +223,6 @@ def positions_of_the_first_sequence(q, k, cos, sin, unsqueeze_dim=1):
     return rotary_pos_emb(q, k, cos[:1], sin[:1], unsqueeze_dim)
 
 
-# C07: 32-bit offsets. The plant's wrap around at 2**10, and its workload is as much smaller.
-
-
-def offsets_wrap_around(x, weight, eps):
-    flat = x.reshape(-1)
-    wrapped = flat[torch.arange(flat.numel()) % 2**10].view(x.shape)
-    return rms_norm(wrapped, weight, eps)
-
-
 # C08: memory that nobody wrote
 
 

@@ -19,6 +19,7 @@ DATA = Path(__file__).parent / "data"
 FROZEN = DATA / "opslot_backend_frozen-1.0-py3-none-any.whl"
 SURFACE = DATA / "public-names.json"
 WORDS = "see docs/stability.md"
+TESTING = ("CHECKS", "KernelSuite", "check", "poisoned_memory", "triton_interpreter")
 # Callers read these; opslot constructs them.
 MADE_BY_OPSLOT = (opslot.BackendRecord, opslot.Binding, opslot.Choice, opslot.Offer, opslot.Row)
 
@@ -26,7 +27,7 @@ MADE_BY_OPSLOT = (opslot.BackendRecord, opslot.Binding, opslot.Choice, opslot.Of
 def surface() -> dict[str, dict]:
     """Every public name with what a caller may rely on: parameters, members, values, bases."""
     public = {name: getattr(opslot, name) for name in opslot.__all__}
-    public |= {f"testing.{name}": getattr(opslot.testing, name) for name in ("check", "poisoned_memory")}
+    public |= {f"testing.{name}": getattr(opslot.testing, name) for name in TESTING}
     return {name: described(value) for name, value in sorted(public.items())}
 
 
