@@ -233,6 +233,13 @@ class Case:
         return self.contract.signature().bind(*self.sample.args, **self.sample.kwargs).arguments
 
 
+def assert_random_gradients(case: Case, run: Run, when: str = "") -> None:
+    """All gradients of the run, for a random incoming one."""
+    if case.has_gradients:
+        _, incoming = next(case.incoming(case.eager.outputs))
+        case.assert_gradients(run, incoming, when or "incoming gradient random")
+
+
 def error_of(got: torch.Tensor, exact: torch.Tensor) -> tuple[torch.Tensor, float]:
     """Element by element in float64, zero where both are NaN or the same infinity; and the largest exact value."""
     import torch
@@ -266,6 +273,14 @@ def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 
     memory = torch.empty(0, dtype=torch.uint8, device=tensor.device)
     return memory.set_(tensor.untyped_storage()).clone()
+
+
+def same(pair: tuple[torch.Tensor, torch.Tensor]) -> bool:
+    """Whether both have the same bits, NaN being the same as NaN."""
+    import torch
+
+    a, b = (tensor.contiguous() for tensor in pair)
+    return a.shape == b.shape and torch.equal(a.nan_to_num(nan=1.0), b.nan_to_num(nan=1.0))
 
 
 def named(value: Any, name: str = "") -> dict[str, torch.Tensor]:

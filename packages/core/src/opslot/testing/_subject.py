@@ -21,6 +21,12 @@ if TYPE_CHECKING:
 Kernel = Callable[..., Any]
 
 
+# What a kernel may raise for what it does not support and did not claim. Anything else is a fault.
+REFUSALS = (KernelUnavailable, NotImplementedError, RuntimeError, TypeError, ValueError)
+# Samples of each contract that every check beyond the plain ones runs: the first are the ordinary ones.
+FEW = 3
+
+
 @dataclass(frozen=True)
 class Subject:
     """One kernel for one contract, on one device in one dtype. `spec` holds its claims."""
