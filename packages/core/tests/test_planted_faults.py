@@ -15,7 +15,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from opslot import KernelUnavailable
-from opslot.ops.cross_entropy_loss import cross_entropy_loss
+from opslot.ops.causal_conv1d import causal_conv1d
+from opslot.ops.chunk_gated_delta_rule import chunk_gated_delta_rule
+from opslot.ops.cross_entropy_loss import cross_entropy_loss, token_cls_loss
 from opslot.ops.glu import glu
 from opslot.ops.load_balancing_loss import load_balancing_loss
 from opslot.ops.moe_experts import moe_experts
@@ -89,7 +91,29 @@ def softcap_before_scale(hidden_states, lm_head_weight, labels, *, logit_scale=N
     )
 
 
+def exact_gelu_for_tanh(gate, up):
+    return F.gelu(gate) * up
+
+
+def limit_ignored(gate, up, limit):
+    return F.silu(gate) * up
+
+
+def always_silu(hidden_states, weight, bias=None, activation=None, *, cu_seqlens=None):
+    return causal_conv1d(hidden_states, weight, bias, "silu", cu_seqlens=cu_seqlens)
+
+
+def whole_head_rotated(q, k, cos, sin, unsqueeze_dim=1):
+    more = q.shape[-1] - cos.shape[-1]
+    return rotary_pos_emb(q, k, F.pad(cos, (0, more), value=1.0), F.pad(sin, (0, more)), unsqueeze_dim)
+
+
 # C02: precision
+
+
+def one_added_in_half(x, weight, eps):
+    normal = x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + eps)
+    return (normal * (1 + weight).float()).to(x.dtype)
 
 
 def computed_in_bfloat16(x, weight, eps):
@@ -153,6 +177,10 @@ def mean_of_the_means_of_chunks(hidden_states, lm_head_weight, labels, **keyword
     chunks = zip(hidden_states.split(4, dim=-2), targets.split(4, dim=-1), strict=True)
     losses = [cross_entropy_loss(x, lm_head_weight, None, shift_labels=y) for x, y in chunks]
     return torch.stack(losses).nanmean()
+
+
+def shift_labels_swallowed(hidden_states, lm_head_weight, labels, *, shift_labels=None, **keywords):
+    return token_cls_loss(hidden_states, lm_head_weight, labels, **keywords)
 
 
 # C04: degenerate inputs
@@ -274,6 +302,27 @@ def softmax_twice(gate_logits, num_experts, top_k, attention_mask=None):
 
 def mask_ignored(gate_logits, num_experts, top_k, attention_mask=None):
     return load_balancing_loss(gate_logits, num_experts, top_k)
+
+
+# C11: packed sequences
+
+
+def boundaries_ignored(hidden_states, weight, bias=None, activation=None, *, cu_seqlens=None):
+    return causal_conv1d(hidden_states, weight, bias, activation)
+
+
+def boundaries_ignored_in_backward(hidden_states, weight, bias=None, activation=None, *, cu_seqlens=None):
+    right = causal_conv1d(hidden_states, weight, bias, activation, cu_seqlens=cu_seqlens)
+    if cu_seqlens is None:
+        return right
+    leaking = causal_conv1d(hidden_states, weight, bias, activation)
+    return leaking + (right - leaking).detach()
+
+
+def state_carried_over(query, key, value, g, beta, *, cu_seqlens=None, **keywords):
+    if cu_seqlens is None or keywords.get("initial_state") is not None or keywords.get("output_final_state"):
+        return chunk_gated_delta_rule(query, key, value, g, beta, cu_seqlens=cu_seqlens, **keywords)
+    return chunk_gated_delta_rule(query, key, value, g, beta, **keywords)
 
 
 # C12: who asked for a gradient
@@ -534,6 +583,24 @@ PLANTS = [
     gated(another_activation, "values", "output 0 is wrong", "C01"),
     loss(softcap_ignored, "values", "sample 'softcap'.*output 0 is wrong", "C01"),
     loss(softcap_before_scale, "values", "sample 'bias, scale and softcap'.*output 0 is wrong", "C01"),
+    Plant("C01", "glu", "geglu_tanh", exact_gelu_for_tanh, "values", "output 0 is wrong"),
+    Plant("C01", "glu", "swiglu_clamped", limit_ignored, "values", "output 0 is wrong"),
+    Plant("C01", "causal_conv1d", "standard", always_silu, "values", "output 0 is wrong"),
+    Plant("C01", "rotary_pos_emb", "partial", whole_head_rotated, "values", "output 0 is wrong"),
+    Plant("C02", "rms_norm", "zero_centered", one_added_in_half, "values", "output 0 is wrong", dtype="bfloat16"),
+    Plant(
+        "C03", "cross_entropy_loss", "token_cls", shift_labels_swallowed, "refusals", "took what its contract refuses"
+    ),
+    Plant("C11", "causal_conv1d", "standard", boundaries_ignored, "packed", "reach other sequences of the same pack"),
+    Plant(
+        "C11",
+        "causal_conv1d",
+        "standard",
+        boundaries_ignored_in_backward,
+        "packed",
+        "reach other sequences of the same pack",
+    ),
+    Plant("C11", "chunk_gated_delta_rule", "standard", state_carried_over, "packed", "reach other sequences"),
     norm(computed_in_bfloat16, "values", "output 0 is wrong", "C02"),
     norm(statistics_rounded_to_half, "accuracy", "output 0: RMS error .* times eager's", "C02", dtype="bfloat16"),
     norm(

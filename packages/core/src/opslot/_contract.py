@@ -70,7 +70,8 @@ class OpContract:
 
     `reference` is a readable PyTorch function over plain tensors. Its signature is the contract's signature, its
     docstring gives maths, shapes and dtypes. `samples(device, dtype, seed)` yields `Sample`s: ordinary, odd and
-    degenerate. `tolerances` are per dtype name ("float32"). `fields` are further names of the config field besides
+    degenerate; `refused(device, dtype, seed)` those that the reference answers with a `ValueError`, and that no kernel
+    may take either. `tolerances` are per dtype name ("float32"). `fields` are further names of the config field besides
     the op and `<op>_implementation`; `prefix` may stand before every value of it ("fused_"). `aliases` are other
     "op/variant" names of this contract. `activation` is the function that the maths applies: a slot that names its
     module's activation is refused when that one computes something else. `runs_when` says what a model must be asked
@@ -92,6 +93,7 @@ class OpContract:
     aliases: tuple[str, ...] = ()
     activation: Target | None = None
     runs_when: str = ""
+    refused: Target | None = None
     rows: Mapping[str, int] = field(default_factory=dict)
     packed: Mapping[str, int] = field(default_factory=dict)
     workload: Workload | None = None
@@ -123,9 +125,9 @@ class OpContract:
                 raise SpecError(f"contract {self}: {what} must map names of arguments to dimensions, got {dims!r}")
         if self.workload is not None and not isinstance(self.workload, Workload):
             raise SpecError(f"contract {self}: workload must be a Workload, got {self.workload!r}")
-        optional = (self.activation,) if self.activation is not None else ()
-        for target in (self.reference, self.samples, *optional):
-            check_target(target, f"contract {self}")
+        for target in (self.reference, self.samples, self.activation, self.refused):
+            if target is not None:
+                check_target(target, f"contract {self}")
 
     def __str__(self) -> str:
         return f"{self.op}/{self.variant}"

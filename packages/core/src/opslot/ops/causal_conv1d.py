@@ -143,6 +143,17 @@ def problem(
     return Sample("problem", (leaf(x), leaf(draw.normal(channels, width, scale=width**-0.5))), keywords)
 
 
+def refused(device: torch.device | str, dtype: torch.dtype, seed: int) -> Iterator[Sample]:
+    import torch
+
+    draw = Draw(device, dtype, seed)
+    x, weight = draw.normal(2, 8, 6), draw.normal(8, 4)
+    yield Sample("another activation", (x, weight, None, "gelu"))
+    yield Sample("packed in a batch of two", (x, weight), {"cu_seqlens": torch.tensor((0, 3, 6), device=device)})
+    one = x[:1]
+    yield Sample("sequences that end early", (one, weight), {"cu_seqlens": torch.tensor((0, 3, 5), device=device)})
+
+
 CONTRACTS = (
     OpContract(
         op="causal_conv1d",
@@ -150,6 +161,7 @@ CONTRACTS = (
         summary="short depthwise convolution over the past, then SiLU; packed sequences stay apart",
         reference=causal_conv1d,
         samples=samples,
+        refused=refused,
         # Forward rounds the convolution and SiLU; backward SiLU's derivative, taken at the rounded convolution, and
         # each gradient. The derivative multiplies its cancelling 1 - sigmoid(x) by x: up to 100 roundings in float32,
         # as a sum of 1025 terms has.

@@ -236,6 +236,21 @@ def flops(*, batch: int, tokens: int, key_heads: int, value_heads: int, size: in
 
 _QWEN3_NEXT = {"key_heads": 16, "value_heads": 32, "size": 128}
 
+
+def refused(device: torch.device | str, dtype: torch.dtype, seed: int) -> Iterator[Sample]:
+    import torch
+
+    draw = Draw(device, dtype, seed)
+    heads = [draw.normal(2, 6, 2, 8) for _ in range(3)]
+    gates = -draw.normal(2, 6, 2).abs(), draw.normal(2, 6, 2).sigmoid()
+    packed = torch.tensor((0, 3, 6), device=device)
+    yield Sample("packed in a batch of two", (*heads, *gates), {"cu_seqlens": packed})
+    one = tuple(tensor[:1] for tensor in (*heads, *gates))
+    yield Sample("sequences that end early", one, {"cu_seqlens": packed - packed // 6})
+    state = draw.normal(1, 2, 8, 8, dtype=torch.float32)
+    yield Sample("a state for one of two", (*heads, *gates), {"initial_state": state})
+
+
 CONTRACTS = (
     OpContract(
         op="chunk_gated_delta_rule",
@@ -243,6 +258,7 @@ CONTRACTS = (
         summary="linear attention with decay and the delta rule, in chunks; packed sequences stay apart",
         reference=chunk_gated_delta_rule,
         samples=samples,
+        refused=refused,
         # The reference rounds results alone. A fused kernel may keep in the dtype what it multiplies next: normalised
         # query and key, the inverse of the triangular system, what is written and what is read, the state, and
         # attention; and then its result. That is eight in a row, which the matrix products average. The longest sums

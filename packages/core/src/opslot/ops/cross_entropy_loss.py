@@ -223,6 +223,18 @@ def flops(*, tokens: int, hidden: int, vocab: int) -> int:
     return 2 * tokens * hidden * vocab
 
 
+def refused(device: torch.device | str, dtype: torch.dtype, seed: int) -> Iterator[Sample]:
+    draw = Draw(device, dtype, seed)
+    yield Sample("no labels", (draw.normal(2, 4, 8), draw.normal(5, 8), None))
+
+
+def refused_token_cls(device: torch.device | str, dtype: torch.dtype, seed: int) -> Iterator[Sample]:
+    draw = Draw(device, dtype, seed)
+    hidden, weight, labels = draw.normal(2, 4, 8), draw.normal(5, 8), draw.integers(5, 2, 4)
+    yield Sample("no labels", (hidden, weight, None))
+    yield Sample("shifted labels", (hidden, weight, labels), {"shift_labels": labels})
+
+
 CONTRACTS = (
     OpContract(
         op="cross_entropy_loss",
@@ -230,6 +242,7 @@ CONTRACTS = (
         summary="lm_head and next-token cross entropy in one, without keeping the logits",
         reference=cross_entropy_loss,
         samples=samples,
+        refused=refused,
         # A logit of up to 4 is rounded after the product, the scale, the division, tanh and the product with the cap,
         # and an absolute error there is a relative one of the probability; then the gradient of the logits and of the
         # inputs are rounded once each. These meet in the sum of eight at the largest element, since it is the target's
@@ -257,6 +270,7 @@ CONTRACTS = (
         summary="a classifier over tokens and its cross entropy in one; labels are not shifted",
         reference=token_cls_loss,
         samples=samples_token_cls,
+        refused=refused_token_cls,
         # As for causal: what the target is changes no rounding.
         tolerances=tolerances(roundings=8, terms=1025, noise=0.05),
         aliases=("cross_entropy_loss/seq_cls",),

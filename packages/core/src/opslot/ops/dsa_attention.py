@@ -353,6 +353,19 @@ def deepseek_v4_flops(*, queries: int, keys: int, heads: int, top_k: int) -> int
 # leaves their roundings, times a key.
 _LIMITS = tolerances(roundings=16, terms=1025, noise=16)
 
+
+def glm_refused(device: torch.device | str, dtype: torch.dtype, seed: int) -> Iterator[Sample]:
+    ordinary = next(glm_samples(device, dtype, seed))
+    q_nope, q_rot, kv_latent, *rest = ordinary.args
+    yield Sample("a latent for each head", (q_nope, q_rot, kv_latent.detach().expand(-1, 2, -1, -1), *rest))
+
+
+def deepseek_v4_refused(device: torch.device | str, dtype: torch.dtype, seed: int) -> Iterator[Sample]:
+    ordinary = next(deepseek_v4_samples(device, dtype, seed))
+    q, kv, *rest = ordinary.args
+    yield Sample("keys for each head", (q, kv.detach().expand(-1, 2, -1, -1), *rest))
+
+
 CONTRACTS = (
     OpContract(
         op="dsa_attention",
@@ -360,6 +373,7 @@ CONTRACTS = (
         summary="attention to the chosen keys, which are their own values, with a sink for every head",
         reference=dsa_attention_deepseek_v4,
         samples=deepseek_v4_samples,
+        refused=deepseek_v4_refused,
         tolerances=_LIMITS,
         rows={"q": 0, "kv": 0, "indices": 0},
         workload=Workload(
@@ -378,6 +392,7 @@ CONTRACTS = (
         summary="multi-head latent attention to the chosen keys",
         reference=dsa_attention_glm,
         samples=glm_samples,
+        refused=glm_refused,
         tolerances=_LIMITS,
         rows={"q_nope": 0, "q_rot": 0, "kv_latent": 0, "k_rot": 0, "indices": 0, "attention_mask": 0},
         workload=Workload(

@@ -299,6 +299,19 @@ def flops(*, queries: int, keys: int, heads: int, head_dim: int, top_k: int) -> 
 # Indices are compared one by one.
 _EXACT = tolerances(roundings=0, terms=0)
 
+
+def glm_refused(device: torch.device | str, dtype: torch.dtype, seed: int) -> Iterator[Sample]:
+    ordinary = next(glm_samples(device, dtype, seed))
+    q, k, weights, *rest = ordinary.args
+    yield Sample("weights for all queries", (q, k, weights.detach()[:, :1], *rest))
+
+
+def deepseek_v4_refused(device: torch.device | str, dtype: torch.dtype, seed: int) -> Iterator[Sample]:
+    ordinary = next(deepseek_v4_samples(device, dtype, seed))
+    q, k, weights, *rest = ordinary.args
+    yield Sample("weights for all queries", (q, k, weights.detach()[:, :1], *rest))
+
+
 CONTRACTS = (
     OpContract(
         op="dsa_indexer",
@@ -306,6 +319,7 @@ CONTRACTS = (
         summary="the compressed keys with the largest scores for every query, -1 where there are no more",
         reference=dsa_indexer_deepseek_v4,
         samples=deepseek_v4_samples,
+        refused=deepseek_v4_refused,
         tolerances=_EXACT,
         rows={"q": 0, "k": 0, "weights": 0, "position_ids": 0},
         workload=Workload(
@@ -330,6 +344,7 @@ CONTRACTS = (
         summary="the keys with the largest scores for every query, filled up with a forbidden one",
         reference=dsa_indexer_glm,
         samples=glm_samples,
+        refused=glm_refused,
         tolerances=_EXACT,
         rows={"q": 0, "k": 0, "weights": 0, "attention_mask": 0},
         workload=Workload(

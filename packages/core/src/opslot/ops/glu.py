@@ -116,6 +116,12 @@ _LARGE = {"tokens": 2**20 + 3, "intermediate": 2049}
 # float32, as a sum of 1025 terms has.
 _TOLERANCES = tolerances(roundings=4, terms=1025)
 
+
+def refused_clamped(device: torch.device | str, dtype: torch.dtype, seed: int) -> Iterator[Sample]:
+    draw = Draw(device, dtype, seed)
+    yield Sample("a limit of zero", (draw.normal(3, 8), draw.normal(3, 8), 0.0))
+
+
 CONTRACTS = (
     OpContract(
         op="glu",
@@ -163,6 +169,7 @@ CONTRACTS = (
         summary="silu(min(gate, limit)) * clamp(up, -limit, limit)",
         reference=swiglu_clamped,
         samples=clamped_samples,
+        refused=refused_clamped,
         tolerances=_TOLERANCES,
         activation="torch.nn.functional:silu",
         rows={"gate": 0, "up": 0},

@@ -110,6 +110,15 @@ def problem(
     return Sample("problem", (tuple(leaf(draw.normal(tokens, experts)) for _ in range(layers)), experts, top_k))
 
 
+def refused(device: torch.device | str, dtype: torch.dtype, seed: int) -> Iterator[Sample]:
+    import torch
+
+    draw = Draw(device, dtype, seed)
+    layers = draw.normal(6, 4), draw.normal(6, 4)
+    yield Sample("a mask of four dimensions", (layers, 4, 2, torch.ones(2, 1, 3, 3, device=device)))
+    yield Sample("a mask of other tokens", (layers, 4, 2, torch.ones(2, 4, device=device)))
+
+
 CONTRACTS = (
     OpContract(
         op="load_balancing_loss",
@@ -117,6 +126,7 @@ CONTRACTS = (
         summary="E * sum over experts of (share of choices) * (mean probability)",
         reference=load_balancing_loss,
         samples=samples,
+        refused=refused,
         # Probabilities are rounded, then the gradient p * (g - sum p g) of their softmax, whose two terms partly
         # cancel. Where they cancel wholly what remains is a rounding of p * g, and g is at most E * (E / N) with N >=
         # 10 tokens.

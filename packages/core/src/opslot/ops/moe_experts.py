@@ -309,6 +309,29 @@ _QWEN3_30B = {"hidden": 2048, "inner": 768, "experts": 128, "top_k": 8}
 # Both hidden_states and gate_up are larger than 2**31 elements.
 _LARGE = {"tokens": 2**20 + 8, "hidden": 2048, "inner": 1024, "experts": 513, "top_k": 1}
 
+
+def refused(device: torch.device | str, dtype: torch.dtype, seed: int) -> Iterator[Sample]:
+    yield from _refused(next(samples(device, dtype, seed)))
+
+
+def refused_clamped(device: torch.device | str, dtype: torch.dtype, seed: int) -> Iterator[Sample]:
+    ordinary = next(samples_clamped(device, dtype, seed))
+    yield from _refused(ordinary)
+    yield Sample("a limit of zero", (*ordinary.args[:-1], 0.0))
+
+
+def refused_gpt_oss(device: torch.device | str, dtype: torch.dtype, seed: int) -> Iterator[Sample]:
+    ordinary = next(samples_gpt_oss(device, dtype, seed))
+    yield from _refused(ordinary)
+    yield Sample("a limit of zero", (*ordinary.args[:-1], 0.0))
+
+
+def _refused(ordinary: Sample) -> Iterator[Sample]:
+    hidden, index, routing, *rest = ordinary.args
+    yield Sample("choices in one row", (hidden, index.flatten(), routing.detach().flatten(), *rest))
+    yield Sample("weights of fewer choices", (hidden, index, routing.detach()[:, :1], *rest))
+
+
 CONTRACTS = (
     OpContract(
         op="moe_experts",
@@ -316,6 +339,7 @@ CONTRACTS = (
         summary="routed SwiGLU experts over sorted tokens; index E adds nothing",
         reference=moe_experts,
         samples=samples,
+        refused=refused,
         # Forward rounds gate_up, silu, its product with up, down, the weighted result and the sum: six. Backward has as
         # many from the incoming gradient, on top of the rounded forward values that it multiplies. They are independent
         # and the matrix products average them, so eight in a row is what the largest element sees. The longest sums are
@@ -345,6 +369,7 @@ CONTRACTS = (
         summary="routed SwiGLU experts whose gate and up are clamped before the activation",
         reference=moe_experts_clamped,
         samples=samples_clamped,
+        refused=refused_clamped,
         # As for standard: clamping rounds nothing.
         tolerances=tolerances(roundings=8, terms=1025),
         fields=("moe_implementation",),
@@ -364,6 +389,7 @@ CONTRACTS = (
         summary="routed experts with biases, interleaved gate and up, (up + 1) * gate * sigmoid(alpha * gate)",
         reference=moe_experts_gpt_oss,
         samples=samples_gpt_oss,
+        refused=refused_gpt_oss,
         # Beside standard's six, forward rounds both sums with a bias, alpha * gate, its sigmoid and up + 1.
         tolerances=tolerances(roundings=12, terms=1025),
         fields=("moe_implementation",),

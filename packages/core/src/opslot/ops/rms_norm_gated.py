@@ -116,6 +116,12 @@ def _problem(draw: Draw, tokens: int, hidden: int, activation: str) -> Sample:
 
 _LARGE = {"tokens": 2**20 + 3, "hidden": 2049}
 
+
+def refused(device: torch.device | str, dtype: torch.dtype, seed: int) -> Iterator[Sample]:
+    draw = Draw(device, dtype, seed)
+    yield Sample("another activation", (draw.normal(3, 8), draw.normal(3, 8), draw.normal(8), 1e-6, "gelu"))
+
+
 CONTRACTS = (
     OpContract(
         op="rms_norm_gated",
@@ -123,6 +129,7 @@ CONTRACTS = (
         summary="weight * (x / rms(x)), rounded to x's dtype before the weight multiplies it, times act(gate)",
         reference=rms_norm_gated,
         samples=samples,
+        refused=refused,
         # The weight's gradient sees most: the normalised x is rounded, what comes back through the gate, their product
         # and the sum. The fifth is for the product with the weight, by which the gate's gradient is multiplied. silu's
         # derivative cancels as in glu/swiglu, within what a sum of 1025 terms may lose.
@@ -141,6 +148,7 @@ CONTRACTS = (
         summary="weight * x / rms(x) * act(gate), rounded to x's dtype at the end",
         reference=rms_norm_gated_fp32_weight,
         samples=samples,
+        refused=refused,
         # y and the three gradients are rounded once, from float32.
         tolerances=tolerances(roundings=1, terms=1025),
         rows={"x": 0, "gate": 0},

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from .._errors import KernelUnavailable
 from ._case import Case, exactly, is_tensor, same
-from ._subject import FEW, Subject
+from ._subject import FEW, REFUSALS, Subject
 
 if TYPE_CHECKING:
     import torch
@@ -155,9 +155,18 @@ def cuda_graphs(subject: Subject, seed: int) -> None:
 
 
 def refusals(subject: Subject, seed: int) -> None:
-    """What the spec does not claim is refused with `KernelUnavailable`: other dtypes, gradients without a backward."""
+    """What the contract refuses is refused; and, with `KernelUnavailable`, what the spec does not claim."""
     import torch
 
+    for sample in subject.refused(seed):
+        case = subject.case(sample, seed)
+        with case.noted():
+            try:
+                case.without_gradients(case.reference)
+            except ValueError:
+                _assert_refused(case, "what its contract refuses", case.without_gradients, REFUSALS)
+            else:
+                case.fail("the reference took a sample that its contract calls refused")
     spec = subject.spec
     if spec.dtypes:
         for name in ("float32", "float16", "bfloat16", "float64"):
@@ -190,9 +199,11 @@ def _deterministic_mode() -> Iterator[None]:
         torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
 
 
-def _assert_refused(case: Case, what: str, call: Callable[[], Any]) -> None:
+def _assert_refused(
+    case: Case, what: str, call: Callable[[], Any], errors: tuple[type[Exception], ...] = (KernelUnavailable,)
+) -> None:
     try:
         call()
-    except KernelUnavailable:
+    except errors:
         return
     case.fail(f"took {what}")

@@ -81,6 +81,12 @@ class Subject:
         found: Iterator[Sample] = make(self.device, dtype or self.dtype, seed)
         return found
 
+    def refused(self, seed: int) -> Iterator[Sample]:
+        """Arguments that the contract does not allow."""
+        if self.contract.refused is not None:
+            make = load_target(self.contract.refused, f"the refused samples of {self.contract}")
+            yield from make(self.device, self.dtype, seed)
+
     def case(self, sample: Sample, seed: int) -> Case:
         where = (
             f"{self.contract}, kernel {self.name}, sample {sample.name!r} "
