@@ -25,7 +25,7 @@ def _state() -> dict[str, Any]:
     import torch
 
     state: dict[str, Any] = {
-        "random state": torch.get_rng_state().numpy().tobytes(),
+        "random state": bytes(torch.get_rng_state().tolist()),
         "Python random state": hash(random.getstate()),
         "grad mode": torch.is_grad_enabled(),
         "default dtype": torch.get_default_dtype(),
@@ -38,6 +38,6 @@ def _state() -> dict[str, Any]:
     if torch.cuda.is_available():
         state["CUDA device"] = torch.cuda.current_device()
         state["CUDA stream"] = torch.cuda.current_stream()
-        state["CUDA random state"] = torch.cuda.get_rng_state().numpy().tobytes()
+        state["CUDA random state"] = bytes(torch.cuda.get_rng_state().tolist())
         state["half precision accumulation"] = torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction
     return state
