@@ -84,6 +84,7 @@ def found(site):
     return outcomes_of(site)
 
 
+@pytest.mark.slow
 def test_every_fault_is_a_finding(found):
     rms_norm, nothing = found
     problems = {}
