@@ -483,6 +483,40 @@ def leaves_gradients_off(x, weight, eps):
     return out
 
 
+def first_call_of_a_shape():
+    tuned = set()
+
+    def kernel(gate, up):
+        key = gate.shape, gate.dtype
+        wrong = 2.0 if key not in tuned else 1.0  # an autotuner adds to an output that it does not reset
+        tuned.add(key)
+        return F.silu(gate) * up * wrong
+
+    return kernel
+
+
+def sets_the_precision_once(x, weight, eps):
+    torch.set_float32_matmul_precision("high")
+    return rms_norm(x, weight, eps)
+
+
+def wrong_in_evaluation(x, weight, eps):
+    out = rms_norm(x, weight, eps)
+    return out * 2 if weight.requires_grad and not torch.is_grad_enabled() else out
+
+
+def wrong_with_a_frozen_weight(x, weight, eps):
+    out = rms_norm(x, weight, eps)
+    return out * 2 if x.requires_grad and not weight.requires_grad else out
+
+
+def writes_the_gradient_too(x, weight, eps):
+    out = rms_norm(x, weight, eps)
+    if out.requires_grad and weight.is_leaf:
+        out.register_hook(lambda grad: setattr(weight, "grad", torch.ones_like(weight)))
+    return out
+
+
 # C23: the compiler
 
 
@@ -591,7 +625,7 @@ PLANTS = [
     Plant(
         "C03", "cross_entropy_loss", "token_cls", shift_labels_swallowed, "refusals", "took what its contract refuses"
     ),
-    Plant("C11", "causal_conv1d", "standard", boundaries_ignored, "packed", "reach other sequences of the same pack"),
+    Plant("C11", "causal_conv1d", "standard", boundaries_ignored, "values", "output 0 is wrong"),
     Plant(
         "C11",
         "causal_conv1d",
@@ -600,7 +634,7 @@ PLANTS = [
         "packed",
         "reach other sequences of the same pack",
     ),
-    Plant("C11", "chunk_gated_delta_rule", "standard", state_carried_over, "packed", "reach other sequences"),
+    Plant("C11", "chunk_gated_delta_rule", "standard", state_carried_over, "values", "output 0 is wrong"),
     norm(computed_in_bfloat16, "values", "output 0 is wrong", "C02"),
     norm(statistics_rounded_to_half, "accuracy", "output 0: RMS error .* times eager's", "C02", dtype="bfloat16"),
     norm(
@@ -652,7 +686,7 @@ PLANTS = [
     balance(mask_ignored, "values", "output 0 is wrong", "C10"),
     norm(weight_without_gradient, "gradients", "the gradient of weight .* is missing", "C12"),
     gated(wrong_when_another_is_frozen, "frozen", r"the gradient of up \(everything else frozen\) is wrong", "C12"),
-    norm(always_recording, "no_grad", "output 0 under no_grad has requires_grad True", "C12"),
+    norm(always_recording, "no_grad", "output 0 has requires_grad True", "C12"),
     gated(
         second_derivative_left_out(),
         "double_backward",
@@ -711,14 +745,11 @@ PLANTS = [
     ),
     norm(draws_random_numbers, "arguments", "changed the process's random state", "C22"),
     norm(leaves_gradients_off, "arguments", "changed the process's grad mode", "C22"),
-    gated(
-        breaks_the_graph,
-        "compiled",
-        "claims compile, and torch.compile says",
-        "C23",
-        claims={"compile": True},
-        twin=glu,
-    ),
+    gated(first_call_of_a_shape(), "values", "output 0 is wrong", "C20", name="first_call_of_a_shape"),
+    norm(sets_the_precision_once, "values", "changed the process's precision of float32 products", "C22"),
+    norm(wrong_in_evaluation, "no_grad", "under no_grad of parameters is wrong", "C12"),
+    norm(wrong_with_a_frozen_weight, "frozen", "output 0 with all else frozen is wrong", "C12"),
+    norm(writes_the_gradient_too, "arguments", "left a gradient or a hook on the argument weight", "C12"),
     gated(wrong_when_compiled, "compiled", "output 0 compiled is wrong", "C23", claims={"compile": True}, twin=glu),
     gated(
         operator_without_a_meta_function(),
@@ -761,6 +792,7 @@ def raised_by(plant, kernel):
         return "\n".join((f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())))
     finally:
         torch.set_grad_enabled(True)
+        torch.set_float32_matmul_precision("highest")
     return ""
 
 

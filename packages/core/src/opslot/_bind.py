@@ -11,7 +11,7 @@ from ._contract import Key, OpContract
 from ._device import Device
 from ._discovery import registry as default_registry
 from ._environment import strict
-from ._errors import BindError, ConfigError, OpslotError, nearest
+from ._errors import BindError, ConfigError, OpslotError, TargetError, nearest
 from ._kernel import AUTO, EAGER
 from ._modules import canonical_modules, glob_pattern, matches
 from ._obstacle import obstacle, parameter_dtypes
@@ -256,7 +256,11 @@ class _Planner:
             return self.original(site)
         identity = (site.slot.op, site.slot.variant, site.slot.activation, site.slot.check, choice.offer)
         if identity not in self._slots:
-            self._slots[identity] = site.slot.bound_to(self._registry.load(choice.offer), choice.offer)
+            try:
+                kernel = self._registry.load(choice.offer)
+            except TargetError as error:
+                raise TargetError(f"{site}: {error}\n  choose {site.contract.op}: eager, or another kernel") from error
+            self._slots[identity] = site.slot.bound_to(kernel, choice.offer)
         return self._slots[identity]
 
 

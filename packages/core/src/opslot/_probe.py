@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING
 
+from ._attempt import Failure, attempt
 from ._contract import OpContract
 from ._device import Device
 from ._errors import BindError
@@ -14,8 +16,7 @@ from ._registry import Offer, Registry
 if TYPE_CHECKING:
     import torch
 
-# The first samples of a contract are ordinary ones: enough to see a wrong variant, a lost gradient, a miscompilation.
-_SAMPLES = 3
+    from .testing._subject import Subject
 
 
 def probe(
@@ -27,8 +28,8 @@ def probe(
     """Compare values and gradients of each kernel with its contract's reference, on the device that it is bound for.
 
     `wanted` are module, contract, kernel and the dtypes of the module's parameters. Each kernel runs once a dtype, on
-    small random inputs, against the reference in float64 on the CPU. Raises `BindError` for the first that differs, and
-    when the device is not here.
+    the contract's samples, against the reference in float64 on the CPU. Raises `BindError` for the
+    first that differs or raises, and when the device is not here.
     """
     import torch
 
@@ -44,20 +45,25 @@ def probe(
             done.add((offer, dtype))
             kernel = registry.load(offer)
             subject = Subject(contract, offer.selector, kernel, offer.spec, device, getattr(torch, dtype))
-            try:
-                for case in islice(subject.cases(0), _SAMPLES):
-                    with case.noted():
-                        run = case.run()
-                        case.assert_outputs(run)
-                        if case.has_gradients:
-                            _, incoming = next(case.incoming(case.eager.outputs))
-                            case.assert_gradients(run, incoming, "probed")
-            except AssertionError as error:
+            with torch.inference_mode(False), torch.enable_grad():
+                outcome = attempt(partial(_check, subject))
+            if isinstance(outcome, Failure):
+                found = isinstance(outcome.error, AssertionError) and str(outcome.error)
                 raise BindError(
-                    f"{module or type(model).__name__}: the kernel failed its probe, so nothing was bound: {error}. "
-                    f"Choose {contract.op}: eager, or do without the probe; `opslot verify {contract} --kernel "
-                    f"{offer.spec.name}` says more"
-                ) from error
+                    f"{module or type(model).__name__}: kernel {offer.selector} for {contract} failed its probe, so "
+                    f"nothing was bound: {found or outcome}. Choose {contract.op}: eager, or do without the probe; "
+                    f"`opslot verify {contract} --kernel {offer.spec.name}` says more"
+                ) from outcome.error
+
+
+def _check(subject: Subject) -> None:
+    for case in subject.cases(0):
+        with case.noted():
+            run = case.run()
+            case.assert_outputs(run)
+            if case.has_gradients:
+                _, incoming = next(case.incoming(case.eager.outputs))
+                case.assert_gradients(run, incoming, "probed")
 
 
 def _torch_device(model: torch.nn.Module, judged: Device, registry: Registry) -> torch.device:

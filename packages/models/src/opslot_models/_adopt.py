@@ -35,6 +35,7 @@ def adopt(
     ops: OpsConfig | Mapping[str, Any] | str | Path | None = None,
     *,
     device: Any = None,
+    probe: bool | None = None,
 ) -> Adoption:
     """Switch a stock transformers model to its generated classes in place, and bind the kernels that `ops` chooses.
 
@@ -42,8 +43,8 @@ def adopt(
     it before FSDP shards the model or accelerate prepares it. A user's own subclass of a model class keeps its
     class: its inner modules get slots, and `Adoption.left` names what did not.
 
-    `ops` and `device` are those of `opslot.bind`. Raises `BindError` when nothing in the model has a generated class,
-    or something has patched upstream's, and what `opslot.bind` raises. After an error the model is as it was.
+    `ops`, `device` and `probe` are those of `opslot.bind`. Raises `BindError` when nothing in the model has a generated
+    class, or something has patched upstream's, and what `opslot.bind` raises. After an error the model is as it was.
     """
     config = OpsConfig.effective(ops)
     config.rules(registry())
@@ -60,7 +61,8 @@ def adopt(
         if attention is not None:
             with choosing_attention(config):
                 undo.callback(_set_attention(model, attention))
-        adoption = Adoption(bind(model, config, device=device), tuple(swap.name for swap in swaps), tuple(_left(model)))
+        binding = bind(model, config, device=device, probe=probe)
+        adoption = Adoption(binding, tuple(swap.name for swap in swaps), tuple(_left(model)))
         undo.pop_all()
     return adoption
 

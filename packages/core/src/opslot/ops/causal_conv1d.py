@@ -30,8 +30,9 @@ def causal_conv1d(
     activation are computed in the dtype of the weight, the result has that of hidden_states. `activation` is None,
     "silu" or "swish", which are the same; others are refused.
 
-    With `cu_seqlens`, N + 1 integers from 0 to L, the single row of the batch (B = 1) holds N sequences one after the
-    other, and none sees another: values and gradients are those of N separate calls. A sequence may be empty.
+    With `cu_seqlens`, N + 1 integers (int32 or int64, on the device of the tokens) from 0 to L, the single row of
+    the batch (B = 1) holds N sequences one after the other, and none sees another: values and gradients are those of N
+    separate calls. A sequence may be empty.
 
     There is no state: a model that decodes puts the past in front of hidden_states and drops what comes out for it.
 

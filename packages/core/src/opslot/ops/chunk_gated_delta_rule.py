@@ -39,13 +39,14 @@ def chunk_gated_delta_rule(
     between 0 and 1, and keys should be no longer than 1 or the state grows: neither is checked. Values of g below
     -88 or so forget everything.
 
-    `use_qk_l2norm_in_kernel` first divides queries and keys by sqrt(their sum of squares + 1e-6). `initial_state` is
-    S before the first token, [B, Hv, D, Dv], zeros without it. The second result is S after the last token with
-    `output_final_state`, None without. All is computed in float32; out has the dtype of query, the state is float32.
+    `use_qk_l2norm_in_kernel` first divides queries and keys by sqrt(their sum of squares + 1e-6); 1 / sqrt(D) comes
+    after that. g and beta may be float32 beside half-precision vectors. `initial_state` is S before the first token,
+    [B, Hv, D, Dv], zeros without it. The second result is S after the last token with `output_final_state`, None
+    without. All is computed in float32; out has the dtype of query, the state is float32.
 
-    With `cu_seqlens`, N + 1 integers from 0 to T, the single row of the batch (B = 1) holds N sequences one after the
-    other, and none sees another: values, states and gradients are those of N separate calls. States are then
-    [N, Hv, D, Dv]. An empty sequence leaves its state as it was.
+    With `cu_seqlens`, N + 1 integers (int32 or int64, on the device of the tokens) from 0 to T, the single row of
+    the batch (B = 1) holds N sequences one after the other, and none sees another: values, states and gradients are
+    those of N separate calls. States are then [N, Hv, D, Dv]. An empty sequence leaves its state as it was.
 
     Source: transformers 5.24.0, models/qwen3_next, torch_chunk_gated_delta_rule with its chunk_size of 64; it refuses
     packed sequences, and fails for no tokens.

@@ -200,6 +200,8 @@ def glm_samples(device: torch.device | str, dtype: torch.dtype, seed: int) -> It
     causal = _causal(9, 9, device).expand(2, -1, -1, -1)
     chosen = _chosen(draw, 2, 9, 9, 4)
     yield case("ordinary", 2, 17, 17, indices=_past_removed(_chosen(draw, 2, 17, 17, 8), 17))
+    other = case("another scaling", 2, 9, 9, indices=chosen)
+    yield Sample(other.name, (*other.args[:-1], 0.1))
     yield case("boolean mask", 2, 9, 9, indices=chosen, mask=causal)
     yield case("one mask for all", 2, 9, 9, indices=chosen, mask=causal[:1])
     yield case("additive mask", 2, 9, 9, indices=chosen, mask=additive(causal, torch.finfo(dtype).min))
@@ -267,6 +269,8 @@ def deepseek_v4_samples(device: torch.device | str, dtype: torch.dtype, seed: in
 
     chosen = _chosen(draw, 2, 9, 12, 4)
     yield case("ordinary", 2, 17, 17, indices=_past_removed(_chosen(draw, 2, 17, 17, 8), 17))
+    other = case("another scaling", 2, 9, 12, indices=chosen)
+    yield Sample(other.name, (*other.args[:-1], 0.1))
     # A window of three, and compressed entries behind the nine keys: one for every four tokens.
     window = torch.arange(9).unsqueeze(-1) - torch.arange(3)
     entries = (

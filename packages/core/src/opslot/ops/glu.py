@@ -92,6 +92,8 @@ def _pairs(draw: Draw) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
     yield "transposed", draw.normal(16, 5).t(), draw.normal(5, 16)
     yield "expanded", draw.normal(1, 16).expand(5, 16), draw.normal(5, 1).expand(5, 16)
     yield "saturated", draw.normal(4, 16, scale=30), draw.normal(4, 16)
+    # Beyond what exp holds in float32.
+    yield "far out", draw.normal(4, 16).sign() * 120, draw.normal(4, 16)
     yield "no rows", draw.normal(0, 16), draw.normal(0, 16)
 
 

@@ -91,6 +91,7 @@ def samples(device: torch.device | str, dtype: torch.dtype, seed: int) -> Iterat
     yield Sample("flat mask", (layers(1, 21, 4), 4, 1, mask.reshape(-1)))
     yield Sample("expanded mask", (layers(1, 21, 4), 4, 1, mask[:1].expand(3, 7)))
     yield Sample("seventeen experts", (layers(1, 65, 17), 17, 4))
+    yield Sample("many experts", (layers(9, 20, 129), 129, 9))
     yield Sample("odd sizes", (layers(2, 1025, 3), 3, 1))
     yield Sample("one expert", (layers(2, 5, 1), 1, 1))
     # Every expert is chosen by every token, so the loss is constant and its gradient zero.

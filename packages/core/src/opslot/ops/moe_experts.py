@@ -90,12 +90,15 @@ def moe_experts_gpt_oss(
 ) -> torch.Tensor:
     """Routed experts of gpt-oss: biases, weights stored the other way round, gate and up in alternating columns.
 
-        gate, up = even and odd columns of hidden[t] @ gate_up[e] + gate_up_bias[e], clamped as in moe_experts/clamped
+        gate, up = even and odd columns of hidden[t] @ gate_up[e] + gate_up_bias[e]
+        gate, up = min(gate, limit), min(max(up, -limit), limit)
         out[t] = sum over k of weights[t, k] * ((up + 1) * gate * sigmoid(alpha * gate) @ down[e] + down_bias[e])
 
-    gate_up is [E, H, 2I], gate_up_bias [E, 2I], down [E, I, H], down_bias [E, H]; the rest is as in
-    moe_experts/standard. The routing weight multiplies the bias too. Index E adds 0, no bias either; upstream's loop
-    refuses such an index although it has a branch for it, and its grouped_mm takes it under expert parallelism.
+    hidden_states is [T, H], top_k_index [T, K] of integers, top_k_weights [T, K] of any floating dtype; gate_up is
+    [E, H, 2I], gate_up_bias [E, 2I], down [E, I, H], down_bias [E, H]. The result is [T, H] in the dtype of
+    hidden_states. gpt-oss has alpha 1.702 and limit 7; limit must be above zero. The routing weight multiplies the bias
+    too. Index E adds 0, no bias either; upstream's loop refuses such an index although it has a branch for it, and its
+    grouped_mm takes it under expert parallelism.
 
     Source: transformers 5.24.0, models/gpt_oss, GptOssExperts.forward and _apply_gate.
     """
@@ -184,7 +187,10 @@ def samples_gpt_oss(device: torch.device | str, dtype: torch.dtype, seed: int) -
         down = draw.normal(experts, inner, hidden, scale=inner**-0.5)
         return leaf(gate_up), leaf(gate_up_bias), leaf(down), leaf(draw.normal(experts, hidden)), 1.702, _LIMIT
 
-    return _samples(draw, _hidden_for_limit(draw), weights)
+    for number, sample in enumerate(_samples(draw, _hidden_for_limit(draw), weights)):
+        yield sample
+        if number == 0:
+            yield Sample("another alpha", (*sample.args[:-2], 1.0, _LIMIT))
 
 
 def _samples(draw: Draw, hidden_states: _Hidden, weights: _Weights) -> Iterator[Sample]:
@@ -204,6 +210,7 @@ def _samples(draw: Draw, hidden_states: _Hidden, weights: _Weights) -> Iterator[
 
     yield case("ordinary", 33, 32, 24, experts=8, top_k=2)
     yield case("seventeen experts", 40, 16, 8, experts=17, top_k=4)
+    yield case("many experts", 40, 16, 8, experts=129, top_k=9)
     yield case("one expert", 9, 16, 8, experts=1, top_k=1)
     yield case("every expert chosen", 12, 16, 8, experts=4, top_k=4)
     yield case("odd sizes", 7, 1025, 3, experts=2, top_k=1)

@@ -129,6 +129,9 @@ def _weighted(draw: Draw, *, centre: int) -> Iterator[Sample]:
     yield Sample("expanded", (leaf(draw.normal(1, 64).expand(6, 64)), leaf(draw.normal(1).expand(64)), 1e-6))
     yield Sample("tiny and huge rows", (leaf(draw.normal(4, 64) * _row_scales(draw)), weight, 1e-6))
     yield Sample("float32 weight", (leaf(draw.normal(6, 64)), leaf(draw.normal(64, dtype=wide)), 1e-6))
+    yield Sample("an eps that counts", (leaf(draw.normal(5, 64, scale=0.1)), weight, 0.05))
+    yield Sample("a row of zeros", (leaf(_with_zeros(draw.normal(3, 64))), weight, 1e-6))
+    yield Sample("long rows", (leaf(draw.normal(2, 2049)), leaf(draw.normal(2049)), 1e-6))
     yield Sample("no rows", (leaf(draw.normal(0, 64)), weight, 1e-6))
 
 
@@ -144,7 +147,15 @@ def unweighted_samples(device: torch.device | str, dtype: torch.dtype, seed: int
     yield Sample("strided", (leaf(strided(draw.normal(7, 64))), 1e-6))
     yield Sample("expanded", (leaf(draw.normal(1, 64).expand(6, 64)), 1e-6))
     yield Sample("tiny and huge rows", (leaf(draw.normal(4, 64) * _row_scales(draw)), 1e-6))
+    yield Sample("an eps that counts", (leaf(draw.normal(5, 64, scale=0.1)), 0.05))
+    yield Sample("a row of zeros", (leaf(_with_zeros(draw.normal(3, 64))), 1e-6))
+    yield Sample("long rows", (leaf(draw.normal(2, 2049)), 1e-6))
     yield Sample("no rows", (leaf(draw.normal(0, 64)), 1e-6))
+
+
+def _with_zeros(rows: torch.Tensor) -> torch.Tensor:
+    rows[1] = 0
+    return rows
 
 
 def _row_scales(draw: Draw) -> torch.Tensor:

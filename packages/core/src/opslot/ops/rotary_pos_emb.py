@@ -160,6 +160,7 @@ def _samples(draw: Draw, width: Callable[[int], int], *, once: bool = False) -> 
     contiguous = leaf(draw.normal(2, 3, 9, 32)), leaf(draw.normal(2, 1, 9, 32))
     yield Sample("contiguous", (*contiguous, *tables(2, 9, 32)))
     yield Sample("pairs of 1", (heads(1, 3, 1, 2), heads(1, 3, 1, 2), *tables(1, 3, 2)))
+    yield Sample("real heads", (heads(1, 3, 33, 128), heads(1, 3, 3, 128), *tables(1, 3, 128)))
     yield Sample("odd sizes", (heads(1, 1025, 1, 6), heads(1, 1025, 3, 6), *tables(1, 1025, 6)))
     apart = leaf(strided(draw.normal(2, 2, 4, 8))), leaf(strided(draw.normal(2, 1, 4, 8)))
     yield Sample("strided", (*apart, *(strided(table) for table in tables(2, 4, 8))))

@@ -180,7 +180,8 @@ class Case:
         for name, got in run.gradients(incoming).items():
             what, value = f"the gradient of {name} ({when})", expected[name]
             if got is None or value is None:
-                if got is not value:
+                # torch materialises the gradient of an output that got none: zeros say the same as nothing.
+                if got is not value and not (got is not None and not bool(got.any())):
                     self.fail(f"{what} is {_presence(got)}, that of the reference is {_presence(value)}")
                 continue
             if got.dtype != run.leaves[name].dtype:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -33,6 +34,10 @@ def _state() -> dict[str, Any]:
         "number of threads": torch.get_num_threads(),
         "deterministic mode": torch.are_deterministic_algorithms_enabled(),
         "precision of float32 products": torch.get_float32_matmul_precision(),
+        "cuDNN flags": tuple(
+            getattr(torch.backends.cudnn, name) for name in ("benchmark", "deterministic", "allow_tf32")
+        ),
+        "working directory": os.getcwd(),
         "autocast": (torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")),
     }
     if torch.cuda.is_available():

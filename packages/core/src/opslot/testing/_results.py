@@ -36,6 +36,9 @@ def arguments(subject: Subject, seed: int) -> None:
                 before = [None if gradient is None else bytes_of(gradient) for gradient in incoming]
                 run.gradients(incoming)
             case.assert_unchanged("backward")
+            for name, tensor in run.passed.items():
+                if tensor.grad is not None or tensor._backward_hooks:
+                    case.fail(f"left a gradient or a hook on the argument {name}")
             for gradient, old in zip(incoming, before, strict=True):
                 if gradient is not None and old is not None and not bool((bytes_of(gradient) == old).all()):
                     case.fail("the incoming gradient was changed")
@@ -61,6 +64,7 @@ def frozen(subject: Subject, seed: int) -> None:
             _, incoming = next(case.incoming(case.eager.outputs))
             for name in case.leaves:
                 only = case.run(leaves=[name])
+                case.assert_outputs(only, " with all else frozen", eager=case.run(case.reference, leaves=[name]))
                 case.assert_gradients(only, incoming, "everything else frozen")
                 others = [other for other in case.leaves if other != name]
                 if len(others) > 1:
@@ -75,8 +79,14 @@ def no_grad(subject: Subject, seed: int) -> None:
         with case.noted():
             for mode in (torch.no_grad, torch.inference_mode):
                 with mode():
-                    run = case.run(leaves=())
-                    case.assert_outputs(run, f" under {mode.__name__}", eager=case.run(case.reference, leaves=()))
+                    eager = case.run(case.reference, leaves=())
+                    case.assert_outputs(case.run(leaves=()), f" under {mode.__name__}", eager=eager)
+                    if mode is torch.no_grad:  # as in evaluation, where parameters still require gradients
+                        run = case.run(leaves=case.leaves if case.differentiable else ())
+                        case.assert_outputs(run, " under no_grad of parameters", eager=eager)
+            with torch.enable_grad():
+                plain = case.run(leaves=())
+                case.assert_outputs(plain, " of what requires no gradient", eager=case.run(case.reference, leaves=()))
             case.assert_unchanged("a call without gradients")
 
 

@@ -14,6 +14,7 @@ from .._kernel import EAGER, KernelSpec
 from .._registry import Registry
 from .._target import check_kernel, load_target
 from ._case import Case
+from ._process import assert_process_unchanged
 
 if TYPE_CHECKING:
     import torch
@@ -114,10 +115,13 @@ class Subject:
             _ = case.before, case.exact, case.eager
             with case.noted():
                 try:
-                    case.without_gradients()
+                    with assert_process_unchanged(case):
+                        run = case.without_gradients()
                 except KernelUnavailable as refusal:
                     refusals.append(f"{sample.name!r}: {refusal}")
                     continue
+                # A first call of its shape, in which kernels tune, allocate and keep: it counts as any other.
+                case.assert_outputs(run, eager=case.without_gradients(case.reference))
                 case.assert_unchanged("forward")
             taken += 1
             yield case

@@ -168,10 +168,12 @@ def compiled(subject: Subject, seed: int) -> None:
         return  # the graph is the same, and tracing it takes seconds
     # The compiler that a machine without one still has; on a GPU the one that people use.
     backend = "aot_eager" if subject.device.type == "cpu" else "inductor"
-    for case in islice(subject.cases(seed), FEW):
+    for number, case in enumerate(islice(subject.cases(seed), FEW)):
         with case.noted():
             torch._dynamo.reset()
-            function = torch.compile(subject.kernel, fullgraph=subject.spec.compile, backend=backend, dynamic=False)
+            # The second with sizes that the graph does not know.
+            dynamic = number == 1
+            function = torch.compile(subject.kernel, fullgraph=subject.spec.compile, backend=backend, dynamic=dynamic)
             try:
                 run = case.run(function, leaves=case.leaves if case.differentiable else ())
                 case.assert_outputs(run, " compiled")

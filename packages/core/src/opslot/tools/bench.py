@@ -28,8 +28,9 @@ from opslot.tools.output import print_json, print_table, quiet_registry, stdout_
 from opslot.tools.verify import Job, verify
 
 Sizes = Mapping[str, int]
-# Findings by contract, kernel and dtype.
-Verified = Mapping[tuple[str, str, str], list[str]]
+# Findings by contract, kernel, dtype and source.
+_Key = tuple[str, str, str, str]
+Verified = Mapping[_Key, list[str]]
 
 _REPEATS = 20
 _FEWEST = 3
@@ -102,10 +103,11 @@ def run(options: argparse.Namespace) -> int:
     return int(any(_has_failure(result) for report in reports for result in report["results"]))
 
 
-def verdict(offer: Offer, contract: OpContract, device: str, dtype: str, verified: Verified) -> str:
+def verdict(offer: Offer, source: str, contract: OpContract, device: str, dtype: str, verified: Verified) -> str:
     """The first finding of `opslot verify` against a kernel; empty when it passes."""
     names = offer.selector, offer.spec.name
-    problems = next((verified[key] for name in names if (key := (str(contract), name, dtype)) in verified), None)
+    keys = [(str(contract), name, dtype, source) for name in names]
+    problems = next((verified[key] for key in keys if key in verified), None)
     if problems is None:
         jobs = [Job(*contract.key, offer.selector, device, dtype, check, 0) for check in ALL]
         problems = [f"{outcome.job.check}: {outcome.problem}" for outcome in verify(jobs) if outcome.problem]
@@ -113,22 +115,26 @@ def verdict(offer: Offer, contract: OpContract, device: str, dtype: str, verifie
 
 
 def _read_verified(path: Path | None, device: Device) -> Verified:
-    """What `opslot verify --json` found on this device in all of its checks, by contract, kernel and dtype."""
+    """What `opslot verify --json` found on this device in all of its checks."""
     if path is None:
         return {}
+    found: dict[_Key, list[str]] = {}
+    done: dict[_Key, set[str]] = {}
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
-        outcomes, there = data["outcomes"], data["device"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        there = data["device"]
+        for outcome in data["outcomes"]:
+            key = f"{outcome['op']}/{outcome['variant']}", outcome["kernel"], outcome["dtype"], outcome["source"]
+            done.setdefault(key, set()).add(outcome["check"])
+            found.setdefault(key, [])
+            if outcome["problem"]:
+                found[key].append(f"{outcome['check']}: {outcome['problem']}")
+    except OSError as error:
+        raise OpslotError(f"--verified {path}: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError) as error:
         raise OpslotError(f"--verified {path}: not what `opslot verify --json` prints: {error!r}") from error
     if there != str(device):
         raise OpslotError(f"--verified {path}: is of {there}, and this is {device}")
-    found: dict[tuple[str, str, str], list[str]] = {}
-    done: dict[tuple[str, str, str], set[str]] = {}
-    for outcome in outcomes:
-        key = f"{outcome['op']}/{outcome['variant']}", outcome["kernel"], outcome["dtype"]
-        done.setdefault(key, set()).add(outcome["check"])
-        found.setdefault(key, []).extend([f"{outcome['check']}: {outcome['problem']}"] if outcome["problem"] else [])
     return {key: problems for key, problems in found.items() if done[key] >= set(ALL)}
 
 
@@ -297,7 +303,7 @@ def _examine(
     if isinstance(kernel, Failure) or isinstance(provenance, Failure):
         return {**entry, "verdict": "", **NOT_MEASURED, "error": f"while loading: {provenance}"}, None
     entry |= {"source": provenance.source, "nested": provenance.nested}
-    finding = verdict(offer, contract, setting.device, setting.dtype, verified)
+    finding = verdict(offer, provenance.source, contract, setting.device, setting.dtype, verified)
     candidate = None if finding else Candidate(name, kernel, offer.spec.backward)
     return {**entry, "verdict": finding, **NOT_MEASURED}, candidate
 

@@ -1,8 +1,10 @@
 """`opslot verify`: the conformance kit over installed kernels, each check in a process that may die of it."""
 
 import argparse
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -43,11 +45,12 @@ class Job:
 
 @dataclass(frozen=True)
 class Outcome:
-    """`problem` is empty when the check passed."""
+    """`problem` is empty when the check passed. `source` says which code was checked, as bindings do."""
 
     job: Job
     problem: str
     seconds: float
+    source: str = ""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -80,7 +83,7 @@ def run(options: argparse.Namespace) -> int:
             {
                 "device": str(known.describe(device)),
                 "seed": options.seed,
-                "outcomes": [{**asdict(o.job), "problem": o.problem, "seconds": round(o.seconds, 3)} for o in outcomes],
+                "outcomes": [_as_data(outcome) for outcome in outcomes],
                 "not_run": [{"kernel": kernel, "reason": reason} for kernel, reason in absent],
             }
         )
@@ -91,9 +94,19 @@ def run(options: argparse.Namespace) -> int:
     print_table(("op", "kernel", "dtype", "passed", "failed", "seconds"), rows)
     for kernel, reason in absent:
         print(f"not run: {kernel}: {reason}")
+    # One fault may fail every check in the same words.
+    same: dict[tuple[str, str], list[Outcome]] = {}
     for finding in findings:
-        print(f"\n{finding.job.check}: {finding.problem}\n  again: {finding.job.command()}")
+        same.setdefault((finding.job.kernel, finding.problem), []).append(finding)
+    for first, *others in same.values():
+        also = f"\n  likewise: {', '.join(other.job.check for other in others)}" if others else ""
+        print(f"\n{first.job.check}: {first.problem}{also}\n  again: {first.job.command()}")
     return 1 if findings else 0
+
+
+def _as_data(outcome: Outcome) -> dict[str, Any]:
+    seconds = round(outcome.seconds, 3)
+    return {**asdict(outcome.job), "problem": outcome.problem, "seconds": seconds, "source": outcome.source}
 
 
 def plan(
@@ -170,30 +183,39 @@ def _outcomes_of_one_worker(jobs: list[Job], seconds: float, workers: int) -> It
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        errors="backslashreplace",
         env=environment,
+        start_new_session=True,  # so that what a kernel forks can be stopped with it
     )
     assert process.stdin is not None
     assert process.stdout is not None
     assert process.stderr is not None
     said: list[str] = []
-    listener = threading.Thread(target=lambda stream: said.extend(stream), args=(process.stderr,))
+    listener = threading.Thread(target=lambda stream: said.extend(stream), args=(process.stderr,), daemon=True)
     listener.start()
     json.dump([asdict(job) for job in jobs], process.stdin)
     process.stdin.close()
     limit = _Limit(process, seconds)
     begun = None
+    ended = 0
     for line in process.stdout:
-        event: dict[str, Any] = json.loads(line)
+        try:
+            event: dict[str, Any] = dict(json.loads(line))
+        except (ValueError, TypeError):  # a kernel wrote here, past Python
+            continue
         if "begin" in event:
             begun = event["begin"]
             limit.start()
         else:
             limit.stop()
-            begun = None
-            yield Outcome(jobs[event["end"]], event["problem"], event["seconds"])
+            begun, ended = None, ended + 1
+            yield Outcome(jobs[event["end"]], event["problem"], event["seconds"], event["source"])
+            if ended == len(jobs):  # what is left of the process may hold the pipes open for ever
+                break
     limit.stop()
-    code = process.wait()
-    listener.join()
+    code = 0 if ended == len(jobs) else process.wait(seconds)
+    _stop(process)
+    listener.join(5)
     if begun is not None:
         why = f"takes more than {seconds:g} seconds" if limit.passed else _last_words(said, code)
         job = jobs[begun]
@@ -201,6 +223,13 @@ def _outcomes_of_one_worker(jobs: list[Job], seconds: float, workers: int) -> It
         yield Outcome(job, f"{where}: {why}", seconds if limit.passed else 0.0)
     elif code:
         raise OpslotError(f"the process that runs the checks failed: {_last_words(said, code)}")
+
+
+def _stop(process: "subprocess.Popen[str]") -> None:
+    """End the process, and what it started."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 class _Limit:
@@ -222,7 +251,7 @@ class _Limit:
 
     def _kill(self) -> None:
         self.passed = True
-        self._process.kill()
+        _stop(self._process)
 
 
 def _last_words(lines: Iterable[str], code: int) -> str:
