@@ -171,13 +171,15 @@ class Case:
                     self.fail(f"{what} shares memory with the argument {name}")
             self.compare(what, got, value)
 
-    def assert_gradients(self, run: Run, incoming: Sequence[torch.Tensor | None], when: str) -> None:
+    def assert_gradients(
+        self, run: Run, incoming: Sequence[torch.Tensor | None], when: str, *, retain_graph: bool = True
+    ) -> None:
         import torch
 
         expected = self.expected(incoming)
         theirs: Mapping[str, torch.Tensor | None] = {}
         before = [None if gradient is None else bytes_of(gradient) for gradient in incoming]
-        for name, got in run.gradients(incoming).items():
+        for name, got in run.gradients(incoming, retain_graph=retain_graph).items():
             what, value = f"the gradient of {name} ({when})", expected[name]
             if got is None or value is None:
                 # torch materialises the gradient of an output that got none: zeros say the same as nothing.
@@ -234,11 +236,11 @@ class Case:
         return self.contract.signature().bind(*self.sample.args, **self.sample.kwargs).arguments
 
 
-def assert_random_gradients(case: Case, run: Run, when: str = "") -> None:
+def assert_random_gradients(case: Case, run: Run, when: str = "", *, retain_graph: bool = True) -> None:
     """All gradients of the run, for a random incoming one."""
     if case.has_gradients:
         _, incoming = next(case.incoming(case.eager.outputs))
-        case.assert_gradients(run, incoming, when or "incoming gradient random")
+        case.assert_gradients(run, incoming, when or "incoming gradient random", retain_graph=retain_graph)
 
 
 def error_of(got: torch.Tensor, exact: torch.Tensor) -> tuple[torch.Tensor, float]:
