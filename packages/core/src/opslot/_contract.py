@@ -125,9 +125,9 @@ class OpContract:
                 raise SpecError(f"contract {self}: {what} must map names of arguments to dimensions, got {dims!r}")
         if self.workload is not None and not isinstance(self.workload, Workload):
             raise SpecError(f"contract {self}: workload must be a Workload, got {self.workload!r}")
-        for target in (self.reference, self.samples, self.activation, self.refused):
-            if target is not None:
-                check_target(target, f"contract {self}")
+        optional = (target for target in (self.activation, self.refused) if target is not None)
+        for target in (self.reference, self.samples, *optional):
+            check_target(target, f"contract {self}")
 
     def __str__(self) -> str:
         return f"{self.op}/{self.variant}"

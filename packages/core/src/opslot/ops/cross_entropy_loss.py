@@ -145,7 +145,7 @@ def samples(device: torch.device | str, dtype: torch.dtype, seed: int) -> Iterat
     everything = {"logit_scale": 1.7, "logit_softcap": 2.0, "bias": leaf(draw.normal(50)), "num_items_in_batch": 11}
     yield Sample("bias, scale and softcap", (hidden, weight, wanted), everything)
     # Exact in every dtype, and beyond what exp holds in float16 and, summed, in float32.
-    loud = leaf(16 * torch.eye(32, device=device, dtype=dtype)[:18].view(2, 9, 32))
+    loud = leaf(16 * torch.eye(32, device=device, dtype=dtype)[draw.ranks(18, 32)[:, 0]].view(2, 9, 32))
     yield Sample("large logits", (loud, leaf(draw.integers(17, 50, 32).to(dtype) - 8), wanted))
     # Labels that 16 bits do not hold.
     yield Sample("large vocabulary", (leaf(draw.normal(1, 3, 8)), head(70001, 8), 70000 - draw.integers(3, 1, 3)))
@@ -189,7 +189,7 @@ def samples_token_cls(device: torch.device | str, dtype: torch.dtype, seed: int)
     everything = {"logit_scale": 1.7, "logit_softcap": 2.0, "bias": bias, "num_items_in_batch": 11}
     yield Sample("bias, scale and softcap", (hidden, weight, wanted), everything)
     # Exact in every dtype, and beyond what exp holds in float16 and, summed, in float32.
-    loud = leaf(16 * torch.eye(32, device=device, dtype=dtype)[:18].view(2, 9, 32))
+    loud = leaf(16 * torch.eye(32, device=device, dtype=dtype)[draw.ranks(18, 32)[:, 0]].view(2, 9, 32))
     yield Sample("large logits", (loud, leaf(draw.integers(17, 50, 32).to(dtype) - 8), wanted))
     yield Sample("rows and batch", (leaf(draw.normal(18, 32)), weight, wanted))
     yield Sample("pooled rows", (leaf(draw.normal(5, 32)), weight, draw.integers(7, 5)))
