@@ -100,7 +100,7 @@ def _add(found: dict[tuple[str, str], Comparison], case: Case) -> None:
             errors.add(value, exact)
         if not mine.rounding.rms[-1] and exact.numel():
             # The results need no rounding, as whole numbers do not; a kernel's may still go the other way once.
-            unit = torch.finfo(got.dtype).eps * float(exact.nan_to_num().abs().max())
+            unit = torch.finfo(got.dtype).eps * float(exact.detach().nan_to_num().abs().max())
             mine.rounding.rms[-1] = mine.rounding.largest[-1] = unit
 
 
