@@ -19,6 +19,10 @@ CONTRACTS = opslot.registry().contracts()
 DTYPES = [torch.float32, torch.bfloat16]
 
 
+def slow(value):  # thirty contracts take a minute a dtype
+    return pytest.param(value, marks=pytest.mark.slow)
+
+
 @pytest.fixture
 def upstream():
     pytest.importorskip("transformers", reason="the core does not depend on transformers")
@@ -48,7 +52,7 @@ def assert_same(ours, theirs, inputs):
 
 
 @pytest.mark.parametrize("contract", CONTRACTS, ids=str)
-@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", [slow("float64"), "float32", "bfloat16", slow("float16")])
 def test_the_reference_keeps_its_own_contract(contract, dtype):
     with poisoned_memory():
         check(contract.op, contract.variant, contract.load_reference(), dtype=dtype, seed=1)

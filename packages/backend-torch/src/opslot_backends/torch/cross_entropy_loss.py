@@ -188,6 +188,8 @@ def _chunks(
         if want_rows:
             if d_rows.dtype == d_logits.dtype:
                 torch.mm(d_logits, weight, out=d_rows[chunk])
+            elif on_cpu:
+                torch.mm(d_logits.to(d_rows.dtype), weight.to(d_rows.dtype), out=d_rows[chunk])
             else:
                 torch.mm(d_logits, weight, out_dtype=d_rows.dtype, out=d_rows[chunk])
         if want_weight:
@@ -201,11 +203,10 @@ def _outputs(
     rows: Tensor, weight: Tensor, want_rows: bool, want_weight: bool, want_bias: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     exact = torch.promote_types(rows.dtype, torch.float32)
-    # Rounded once, when backward knows the count, where a product can give float32.
-    of_rows = exact if rows.device.type == "cuda" else rows.dtype
     return (
         rows.new_empty((), dtype=exact),
-        rows.new_empty(rows.shape if want_rows else 0, dtype=of_rows),
+        # Rounded to the dtype of the rows once, when backward knows the count.
+        rows.new_empty(rows.shape if want_rows else 0, dtype=exact),
         weight.new_empty(weight.shape if want_weight else 0, dtype=exact),
         weight.new_empty(weight.shape[0] if want_bias else 0, dtype=exact),
     )

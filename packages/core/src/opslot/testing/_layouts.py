@@ -19,6 +19,8 @@ def relaid(sample: Sample) -> Iterator[Sample]:
 
     given = named({"args": sample.args, "kwargs": dict(sample.kwargs)})
     tensors = {id(tensor): tensor for tensor in given.values() if tensor.dim() and tensor.numel()}
+    if not tensors:
+        return
     names = {id(tensor): name.removeprefix("kwargs.") for name, tensor in given.items()}
     for layout, make in LAYOUTS.items():
         for group in (tuple(tensors), *((one,) for one in tensors if len(tensors) > 1)):
