@@ -5,6 +5,12 @@ from typing import Any
 import torch
 
 
+def _refuse_second_derivatives() -> None:
+    # torch's once_differentiable leaves a kernel's share of a second derivative out, silently, below a plain loss.
+    if torch.is_grad_enabled():
+        raise RuntimeError("acme's kernels have no second derivative (create_graph=True): choose eager")
+
+
 class _RMSNorm(torch.autograd.Function):
     """Saves x and one number per row, and normalises again in backward."""
 
@@ -15,8 +21,8 @@ class _RMSNorm(torch.autograd.Function):
         return weight * (x.float() * rstd).to(x.dtype)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
+        _refuse_second_derivatives()
         x, weight, rstd = ctx.saved_tensors
         normalised = x.float() * rstd
         scaled = (grad * weight).to(x.dtype).float()
@@ -38,8 +44,8 @@ class _ReluSquared(torch.autograd.Function):
         return y.square()
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        _refuse_second_derivatives()
         (y,) = ctx.saved_tensors
         return 2 * grad * y
 
