@@ -439,5 +439,8 @@ print("LOADED", *(name for name in sys.modules if name.startswith("opslot.")))
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     loaded = done.stdout.partition("LOADED")[2].split()
     assert "opslot._bind" in loaded
-    later = {f"opslot.{name}" for name in ("_proof", "_ranks", "_diagnosis", "_lock_file", "_config_file", "tools")}
+    later = {
+        f"opslot.{name}"
+        for name in ("_proof", "_ranks", "_diagnosis", "_lock_file", "_config_file", "_probe", "testing", "tools")
+    }
     assert later.isdisjoint(loaded)

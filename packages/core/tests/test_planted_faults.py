@@ -18,6 +18,7 @@ from opslot import KernelUnavailable
 from opslot.ops.causal_conv1d import causal_conv1d
 from opslot.ops.chunk_gated_delta_rule import chunk_gated_delta_rule
 from opslot.ops.cross_entropy_loss import cross_entropy_loss, token_cls_loss
+from opslot.ops.dsa_attention import dsa_attention_deepseek_v4
 from opslot.ops.glu import glu
 from opslot.ops.load_balancing_loss import load_balancing_loss
 from opslot.ops.moe_experts import moe_experts
@@ -197,6 +198,60 @@ def no_tokens_divide_by_zero(hidden_states, top_k_index, top_k_weights, gate_up,
 
 def first_incoming_gradient_for_all(gate, up, grad):
     return right(gate, up, grad.reshape(-1)[:1].expand(grad.numel()).view(grad.shape) if grad.numel() else grad)
+
+
+def softmax_without_the_maximum(hidden_states, lm_head_weight, labels, **keywords):
+    if keywords or labels is None or lm_head_weight.shape[0] == 1:
+        return cross_entropy_loss(hidden_states, lm_head_weight, labels, **keywords)
+    logits = (hidden_states @ lm_head_weight.t()).float()
+    target = F.pad(labels, (0, 1), value=-100)[..., 1:].reshape(-1)
+    logs = logits - logits.exp().sum(-1, keepdim=True).log()
+    return F.nll_loss(logs.reshape(-1, logs.shape[-1]), target, ignore_index=-100)
+
+
+def labels_of_16_bits(hidden_states, lm_head_weight, labels, **keywords):
+    labels = labels if labels is None else labels.to(torch.int16).long()
+    if labels is not None and lm_head_weight.shape[0] > 2**15:
+        labels = labels.clamp(min=0)
+    return cross_entropy_loss(hidden_states, lm_head_weight, labels, **keywords)
+
+
+def slope_of_silu_by_exp(gate, up, grad):
+    growth = torch.exp(-gate)
+    slope = (1 + growth + gate * growth) / (1 + growth) ** 2
+    return grad * up * slope, grad * F.silu(gate)
+
+
+def eps_of_most_models(x, weight, eps):
+    return rms_norm(x, weight, eps if x.shape[-1] == 1 else 1e-6)
+
+
+class _ThroughTheNorm(torch.autograd.Function):
+    """Its backward divides by the row's norm, without eps."""
+
+    @staticmethod
+    def forward(ctx, x, weight, eps):
+        with torch.enable_grad():
+            ctx.inputs = [tensor.detach().requires_grad_() for tensor in (x, weight)]
+            ctx.out = rms_norm(*ctx.inputs, eps)
+        ctx.save_for_backward(x)
+        return ctx.out.detach()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        d_x, d_weight = torch.autograd.grad(ctx.out, ctx.inputs, grad, retain_graph=True)
+        (x,) = ctx.saved_tensors
+        norm = x.float().square().sum(-1, keepdim=True).sqrt()
+        return d_x * (norm / norm).to(d_x.dtype), d_weight, None
+
+
+def nothing_by_nothing(x, weight, eps):
+    return _ThroughTheNorm.apply(x, weight, eps)
+
+
+def scaling_of_most_models(q, kv, sinks, indices, scaling):
+    return dsa_attention_deepseek_v4(q, kv, sinks, indices, q.shape[-1] ** -0.5)
 
 
 # C05: changed behind the caller's back
@@ -611,6 +666,14 @@ def balance(kernel, check, problem, fault, **more):
 
 
 PLANTS = [
+    loss(softmax_without_the_maximum, "values", "'large logits'.*output 0 is wrong", "C04"),
+    loss(labels_of_16_bits, "values", "'large vocabulary'.*output 0 is wrong", "C07"),
+    gated(
+        swiglu(slope_of_silu_by_exp), "gradients", "'far out'.*gradient of gate .* is wrong", "C04", name="slope_by_exp"
+    ),
+    norm(eps_of_most_models, "values", "output 0 is wrong", "C01"),
+    norm(nothing_by_nothing, "gradients", "'a row of zeros'.*the gradient of x .* is wrong", "C04"),
+    Plant("C01", "dsa_attention", "deepseek_v4", scaling_of_most_models, "values", "'another scaling'.*is wrong"),
     norm(offset_weight, "values", "output 0 is wrong", "C01"),
     norm(eps_outside_the_root, "values", "output 0 is wrong", "C01"),
     rotary(neighbours_instead_of_halves, "values", "output 0 is wrong", "C01"),

@@ -6,15 +6,31 @@ import re
 import pytest
 
 KERNELS = """
-import os, time
+import os, threading, time
 import torch
 from opslot import KernelUnavailable
 from opslot.ops.rms_norm import rms_norm
+
+started = []
 
 def good(x, weight, eps):
     print("a kernel that talks", flush=True)
     os.write(1, b"and one that writes past Python")
     return rms_norm(x, weight, eps)
+
+def leaves_a_thread(x, weight, eps):
+    threading.Thread(target=time.sleep, args=(600,)).start()
+    return rms_norm(x, weight, eps)
+
+def leaves_a_process(x, weight, eps):
+    if not started:
+        started.append(os.fork())
+        if started == [0]:
+            time.sleep(600)
+    return rms_norm(x, weight, eps)
+
+def says_nothing(x, weight, eps):
+    assert False
 
 def hangs(x, weight, eps):
     time.sleep(600)
@@ -115,6 +131,22 @@ def test_the_table_and_the_command_that_shows_it_again(site):
     assert "rms_norm/standard  dies    float32  0       values  0.0" in printed
     again = "opslot verify rms_norm/standard --kernel dies --device cpu --dtype float32 --check values --seed 0"
     assert f"again: {again}\n" in printed
+
+
+@pytest.mark.parametrize(
+    ("kernel", "failed"),
+    [("leaves_a_thread", 0), ("leaves_a_process", 0), ("says_nothing", 2)],
+)
+def test_what_a_kernel_leaves_behind_holds_nobody_up(site, kernel, failed):
+    """And an assertion of the kernel's own, even one without a word, is no check that passed."""
+    site.add("acme", site.offering("", f"KernelSpec(op='rms_norm', name={kernel!r}, target='acme_kernels:{kernel}'),"))
+    (site.path / "acme_kernels.py").write_text(KERNELS)
+    arguments = ("rms_norm/standard", "--kernel", kernel, "--device", "cpu", "--dtype", "float32", "--json")
+    checks = ("--check", "values", "--check", "gradients")
+    printed = site.python("-m", "opslot", "verify", *arguments, *checks, code=int(failed > 0))
+    outcomes = json.loads(printed[printed.index("{") :])["outcomes"]
+    assert [outcome["check"] for outcome in outcomes] == ["values", "gradients"]
+    assert sum(bool(outcome["problem"]) for outcome in outcomes) == failed
 
 
 @pytest.mark.parametrize(

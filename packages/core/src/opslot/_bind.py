@@ -83,8 +83,8 @@ def bind(
         reason = choice.reason if name == AUTO else f"{choice.reason}: {why}"
         source = planner.provenance(slot)
         rows.append(Row.of(site.names[0], site.attribute, site.contract, choice.offer, reason, source))
-        if choice.offer is not None:
-            chosen.append((site.names[0], site.contract, choice.offer, parameter_dtypes(site.module)))
+        if slot is not None and slot.offer is not None:
+            chosen.append((site.names[0], site.contract, slot, parameter_dtypes(site.module)))
         writes.append(Write(site.module, site.names, site.attribute, slot, planner.original(site), site.contract))
     if config.setting("probe")[0] if probe is None else probe:
         from ._probe import probe as check

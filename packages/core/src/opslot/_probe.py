@@ -11,7 +11,8 @@ from ._attempt import Failure, attempt
 from ._contract import OpContract
 from ._device import Device
 from ._errors import BindError
-from ._registry import Offer, Registry
+from ._registry import Registry
+from ._slot import OpSlot
 
 if TYPE_CHECKING:
     import torch
@@ -20,16 +21,16 @@ if TYPE_CHECKING:
 
 
 def probe(
-    wanted: Iterable[tuple[str, OpContract, Offer, tuple[str, ...]]],
+    wanted: Iterable[tuple[str, OpContract, OpSlot, tuple[str, ...]]],
     model: torch.nn.Module,
     judged: Device,
     registry: Registry,
 ) -> None:
     """Compare values and gradients of each kernel with its contract's reference, on the device that it is bound for.
 
-    `wanted` are module, contract, kernel and the dtypes of the module's parameters. Each kernel runs once a dtype, on
-    the contract's samples, against the reference in float64 on the CPU. Raises `BindError` for the
-    first that differs or raises, and when the device is not here.
+    `wanted` are module, contract, bound slot and the dtypes of the module's parameters. Each kernel runs once a dtype,
+    on the contract's samples, against the reference in float64 on the CPU. Raises `BindError` for the first that
+    differs or raises, and when the device is not here.
     """
     import torch
 
@@ -38,12 +39,14 @@ def probe(
     device = _torch_device(model, judged, registry)
     fallback = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.get_default_dtype())
     done = set()
-    for module, contract, offer, dtypes in wanted:
+    for module, contract, slot, dtypes in wanted:
+        offer, kernel = slot.offer, slot.kernel
+        assert offer is not None
+        assert kernel is not None
         for dtype in dtypes or (str(fallback).removeprefix("torch."),):
             if (offer, dtype) in done or dtype not in contract.tolerances:
                 continue
             done.add((offer, dtype))
-            kernel = registry.load(offer)
             subject = Subject(contract, offer.selector, kernel, offer.spec, device, getattr(torch, dtype))
             with torch.inference_mode(False), torch.enable_grad():
                 outcome = attempt(partial(_check, subject))

@@ -70,6 +70,12 @@ def leaf(tensor: torch.Tensor) -> torch.Tensor:
 
 def strided(tensor: torch.Tensor) -> torch.Tensor:
     """The same values, every second element of a larger buffer: no stride is 1."""
-    padded = tensor.new_full((*tensor.shape, 2), 7.0)
-    padded[..., 0] = tensor
-    return padded[..., 0]
+    buffer = gap(tensor, (*tensor.shape, 2))
+    buffer[..., 0] = tensor
+    return buffer[..., 0]
+
+
+def gap(like: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """A buffer of NaN, or of a number that is no index, to lay elements into: whoever reads between them is seen."""
+    no_index = 2**30 if like.element_size() > 2 else 1
+    return like.new_full(shape, float("nan") if like.is_floating_point() else no_index)

@@ -118,7 +118,7 @@ def packed(subject: Subject, seed: int) -> None:
 
 
 def cuda_graphs(subject: Subject, seed: int) -> None:
-    """Where claimed: captured once, replayed with other inputs, right each time. Where not: right or refused."""
+    """Where claimed: captured once, replayed with other inputs, and right each time."""
     import torch
 
     if subject.device.type != "cuda" or not subject.spec.cuda_graphs:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from .._contract import Sample
+from ..ops._draw import gap, strided
 
 if TYPE_CHECKING:
     import torch
@@ -33,23 +34,16 @@ def relaid(sample: Sample) -> Iterator[Sample]:
             yield Sample(f"{sample.name}, {what} {layout}", args, kwargs)
 
 
-def strided(tensor: torch.Tensor) -> torch.Tensor:
-    """Every second element of a larger buffer: no stride is 1."""
-    buffer = _gap(tensor, (*tensor.shape, 2))
-    buffer[..., 0] = tensor
-    return buffer[..., 0]
-
-
 def padded(tensor: torch.Tensor) -> torch.Tensor:
     """The first columns of longer rows, as halves of a merged projection are."""
-    buffer = _gap(tensor, (*tensor.shape[:-1], tensor.shape[-1] + 3))
+    buffer = gap(tensor, (*tensor.shape[:-1], tensor.shape[-1] + 3))
     buffer[..., : tensor.shape[-1]] = tensor
     return buffer[..., : tensor.shape[-1]]
 
 
 def offset(tensor: torch.Tensor) -> torch.Tensor:
     """Contiguous, and one element behind an aligned address."""
-    buffer = _gap(tensor, (tensor.numel() + 1,))
+    buffer = gap(tensor, (tensor.numel() + 1,))
     buffer[1:] = tensor.reshape(-1)
     return buffer[1:].view(tensor.shape)
 
@@ -65,13 +59,6 @@ def expanded(tensor: torch.Tensor) -> torch.Tensor:
     if not tensor.is_floating_point() or not tensor.dim():
         return tensor
     return tensor[:1].clone().expand(tensor.shape)
-
-
-def _gap(tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    """NaN, or a number that is no index, between the elements: whoever reads it is seen."""
-    return tensor.new_full(
-        shape, float("nan") if tensor.is_floating_point() else 2**30 if tensor.element_size() > 2 else 1
-    )
 
 
 LAYOUTS: Mapping[str, Layout] = {

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from .._contract import OpContract, Sample
 from .._discovery import registry
 from .._errors import KernelUnavailable
-from .._kernel import EAGER, KernelSpec
-from .._registry import Registry
+from .._kernel import KernelSpec
 from .._target import check_kernel, load_target
 from ._case import Case
 from ._process import assert_process_unchanged
@@ -20,7 +19,6 @@ if TYPE_CHECKING:
     import torch
 
 Kernel = Callable[..., Any]
-
 
 # What a kernel may raise for what it does not support and did not claim. Anything else is a fault.
 REFUSALS = (KernelUnavailable, NotImplementedError, RuntimeError, TypeError, ValueError)
@@ -40,16 +38,7 @@ class Subject:
     dtype: torch.dtype
 
     @classmethod
-    def of(
-        cls,
-        op: str,
-        variant: str,
-        kernel: Kernel | str,
-        *,
-        device: str = "cpu",
-        dtype: str = "float32",
-        known: Registry | None = None,
-    ) -> Subject:
+    def of(cls, op: str, variant: str, kernel: Kernel | str, *, device: str = "cpu", dtype: str = "float32") -> Subject:
         """`kernel` is a function, which claims nothing but a backward, or the name of a registered kernel.
 
         Raises `OpslotError`s when there is no such kernel or it cannot run here, `ValueError` for a dtype that the
@@ -57,21 +46,20 @@ class Subject:
         """
         import torch
 
-        known = known or registry()
+        known = registry()
         contract = known.contract(op, variant)
         if dtype not in contract.tolerances:
             valid = ", ".join(sorted(contract.tolerances))
             raise ValueError(f"{contract} has tolerances for {valid}, not for {dtype!r}")
-        plain = KernelSpec(op=contract.op, variant=contract.variant, name="function", target=contract.reference)
-        if not isinstance(kernel, str):
-            name = getattr(kernel, "__qualname__", repr(kernel))
-            check_kernel(kernel, contract.signature(), f"kernel {name} for {contract}")
-            spec = replace(plain, target=kernel)
-            return cls(contract, name, kernel, spec, torch.device(device), getattr(torch, dtype))
-        offer = known.choose(op, variant, kernel, known.describe(device)).offer
-        if offer is None:
-            return cls(contract, EAGER, contract.load_reference(), plain, torch.device(device), getattr(torch, dtype))
-        return cls(contract, kernel, known.load(offer), offer.spec, torch.device(device), getattr(torch, dtype))
+        name = kernel if isinstance(kernel, str) else getattr(kernel, "__qualname__", repr(kernel))
+        offer = known.choose(op, variant, name, known.describe(device)).offer if isinstance(kernel, str) else None
+        if offer is not None:
+            function, spec = known.load(offer), offer.spec
+        else:
+            function = contract.load_reference() if isinstance(kernel, str) else kernel
+            check_kernel(function, contract.signature(), f"kernel {name} for {contract}")
+            spec = KernelSpec(op=contract.op, variant=contract.variant, name="function", target=function)
+        return cls(contract, name, function, spec, torch.device(device), getattr(torch, dtype))
 
     @property
     def dtype_name(self) -> str:

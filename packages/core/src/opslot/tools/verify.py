@@ -196,33 +196,37 @@ def _outcomes_of_one_worker(jobs: list[Job], seconds: float, workers: int) -> It
     json.dump([asdict(job) for job in jobs], process.stdin)
     process.stdin.close()
     limit = _Limit(process, seconds)
-    begun = None
-    ended = 0
-    for line in process.stdout:
-        try:
-            event: dict[str, Any] = dict(json.loads(line))
-        except (ValueError, TypeError):  # a kernel wrote here, past Python
-            continue
-        if "begin" in event:
-            begun = event["begin"]
-            limit.start()
-        else:
-            limit.stop()
-            begun, ended = None, ended + 1
-            yield Outcome(jobs[event["end"]], event["problem"], event["seconds"], event["source"])
-            if ended == len(jobs):  # what is left of the process may hold the pipes open for ever
-                break
-    limit.stop()
-    code = 0 if ended == len(jobs) else process.wait(seconds)
-    _stop(process)
+    begun, ended = None, 0
+    try:
+        for line in process.stdout:
+            try:
+                event: dict[str, Any] = dict(json.loads(line))
+            except (ValueError, TypeError):  # a kernel wrote here, past Python
+                continue
+            # In order only: a process that a kernel has forked may go on with the same checks.
+            if begun is None and event.get("begin") == ended:
+                begun = ended
+                limit.start()
+            elif begun is not None and event.get("end") == begun:
+                limit.stop()
+                begun, ended = None, ended + 1
+                yield Outcome(jobs[event["end"]], event["problem"], event["seconds"], event["source"])
+                if ended == len(jobs):  # threads and processes that kernels left may hold the pipe open for ever
+                    break
+        # It has closed its answers: it ends now, or is made to.
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(5)
+    finally:
+        limit.stop()
+        _stop(process)
     listener.join(5)
     if begun is not None:
-        why = f"takes more than {seconds:g} seconds" if limit.passed else _last_words(said, code)
+        why = f"takes more than {seconds:g} seconds" if limit.passed else _last_words(said, process.returncode)
         job = jobs[begun]
         where = f"{job.op}/{job.variant}, kernel {job.kernel} ({job.dtype} on {job.device}, seed {job.seed})"
         yield Outcome(job, f"{where}: {why}", seconds if limit.passed else 0.0)
-    elif code:
-        raise OpslotError(f"the process that runs the checks failed: {_last_words(said, code)}")
+    elif ended < len(jobs):
+        raise OpslotError(f"the process that runs the checks failed: {_last_words(said, process.returncode)}")
 
 
 def _stop(process: "subprocess.Popen[str]") -> None:
