@@ -260,6 +260,8 @@ CONTRACTS = (
         # own "- 1" that dominates a gradient and this has no error. Between equal rows of the head the gradient of a
         # state cancels: what remains are a few roundings of the largest term, a weight of about 3 / sqrt(32) over some
         # ten rows.
+        # The sum over 70,001 classes enters by its logarithm, 11, which has an eleventh of its relative error: no more
+        # than a sum of 1025 terms.
         tolerances=tolerances(roundings=8, terms=1025, noise=0.25),
         workload=Workload(
             problem=problem,

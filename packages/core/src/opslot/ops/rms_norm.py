@@ -193,7 +193,7 @@ CONTRACTS = (
         samples=samples,
         # Forward rounds the normalised x and the product, backward dy * weight and the result; the sums over a row
         # and, for the weight, over the rows are kept in float32.
-        tolerances=tolerances(roundings=4, terms=1025),
+        tolerances=tolerances(roundings=4, terms=2049),
         rows={"x": 0},
         workload=Workload(
             problem=problem,
@@ -213,7 +213,7 @@ CONTRACTS = (
         reference=rms_norm_fp32_weight,
         samples=samples,
         # Only results are rounded to the dtype: y, and the two gradients, all from float32.
-        tolerances=tolerances(roundings=1, terms=1025),
+        tolerances=tolerances(roundings=1, terms=2049),
         rows={"x": 0},
         workload=Workload(
             problem=problem,
@@ -232,7 +232,7 @@ CONTRACTS = (
         reference=rms_norm_zero_centered,
         samples=zero_centered_samples,
         # As for fp32_weight.
-        tolerances=tolerances(roundings=1, terms=1025),
+        tolerances=tolerances(roundings=1, terms=2049),
         aliases=("rms_norm/qwen3_5",),
         rows={"x": 0},
         workload=Workload(
@@ -254,7 +254,7 @@ CONTRACTS = (
         # Forward rounds the factor and the product. Backward multiplies dy by the rounded factor and rounds again; the
         # factor's own gradient sums rounded products and is rounded, what it adds to x's gradient too, and so is the
         # sum of both.
-        tolerances=tolerances(roundings=6, terms=1025),
+        tolerances=tolerances(roundings=6, terms=2049),
         rows={"x": 0},
         workload=Workload(
             problem=unweighted_problem,
@@ -272,7 +272,7 @@ CONTRACTS = (
         reference=rms_norm_unweighted_fp32,
         samples=unweighted_samples,
         # y and its gradient are rounded once, from float32.
-        tolerances=tolerances(roundings=1, terms=1025),
+        tolerances=tolerances(roundings=1, terms=2049),
         rows={"x": 0},
         workload=Workload(
             problem=unweighted_problem,
