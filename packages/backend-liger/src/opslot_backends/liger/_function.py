@@ -1,0 +1,84 @@
+"""What the adapters share: which calls reach Liger's launchers, and what a custom autograd function must not do."""
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from opslot import KernelUnavailable
+from torch import Tensor
+
+Backward = Callable[..., Tensor | tuple[Tensor | None, ...]]
+
+# Liger holds a row in one block of at most this many elements.
+_LONGEST_ROW = 65536
+
+
+def launches(*tensors: Tensor | None) -> bool:
+    """Whether Liger's launchers can take these: Triton reads an address, which only plain tensors with data have.
+
+    Others (under torch.compile, FakeTensor, on the meta device, DTensor) go through a custom operator, which computes
+    their shapes, or for a DTensor refuses since it has no sharding rule.
+    """
+    if torch.compiler.is_compiling():
+        return False
+    return all(t is None or (type(t) in (Tensor, torch.nn.Parameter) and not t.is_meta) for t in tensors)
+
+
+def refuse_long_rows(size: int, what: str) -> None:
+    if size > _LONGEST_ROW:
+        raise KernelUnavailable(f"{what}: liger takes rows of up to {_LONGEST_ROW} elements, got {size}: choose eager")
+
+
+def first_order(backward: Backward) -> Backward:
+    """A backward outside autocast that refuses `create_graph=True`: Liger's kernels have no second derivative.
+
+    torch's `once_differentiable` refuses only where the incoming gradient itself requires one, and otherwise leaves
+    this function's share of a second derivative out in silence.
+    """
+
+    @functools.wraps(backward)
+    def checked(ctx: Any, *gradients: Tensor) -> Tensor | tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                f"{backward.__module__} has no second derivative (create_graph=True): choose eager for this op"
+            )
+        with torch.autocast(gradients[0].device.type, enabled=False):
+            return backward(ctx, *gradients)
+
+    return checked
+
+
+def writable(saved: list[Tensor]) -> list[Tensor]:
+    """The saved tensors, copied where anybody else could still see what is written into them.
+
+    Liger's backward of a gated activation writes the gradients over its saved inputs. Nobody notices as long as the
+    graph is about to be freed and the memory is the graph's alone, as it is between two projections. It is not with
+    `retain_graph=True`, or when a variable, a view, a hook or another saved tensor shares the memory.
+    """
+    kept = torch._C._autograd._get_current_graph_task_keep_graph()
+    for i in range(len(saved)):
+        if kept or not _alone(saved, i):
+            saved[i] = saved[i].clone(memory_format=torch.contiguous_format)
+    return saved
+
+
+def _alone(held: list[Tensor], i: int) -> bool:
+    """Whether nobody but the list and the graph refers to a tensor, to what it is a view of, or to their memory."""
+    if not held[i]._is_view():
+        return _referred_once(held, i, owners=1)
+    base = [held[i]._base]
+    return _referred_once(held, i, owners=2) and base[0] is not None and _referred_once(base, 0, owners=2)
+
+
+def _referred_once(held: list[Any], i: int, owners: int) -> bool:
+    # Counts above these mean another owner. Were torch to count anything more, all would be copied: slower, not wrong.
+    # The tensor has one reference from Python and one from the graph, and then one to its object from itself; that
+    # object one from the list and one from getrefcount; the memory one from each tensor and one from the asking.
+    count = held[i]._use_count()
+    return (
+        count <= 2
+        and sys.getrefcount(held[i]) <= 2 + (count > 1)
+        and torch._C._storage_Use_Count(held[i].untyped_storage()._cdata) <= owners + 1
+    )

@@ -1,0 +1,130 @@
+"""rotary_pos_emb in Liger's kernel, which rotates queries and keys of a token at once.
+
+Liger's kernel writes over what it is given and reads the first half of each table, so here it gets copies, and tables
+whose halves agree.
+"""
+
+from typing import Any
+
+import torch
+from liger_kernel import ops
+from opslot import KernelUnavailable
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from ._function import first_order, launches
+from ._implementation import require
+
+# Other implementations know neither partial nor half tables, and keep the addresses of tables they have seen.
+IMPLEMENTATION = require(ops.rope_forward, "rotary_pos_emb", verified=("triton",))
+
+_Pair = tuple[Tensor, Tensor]
+_HALVES = "rotary_pos_emb: liger reads the first half of cos and sin, and here the second is another"
+
+
+def implementation() -> str:
+    return IMPLEMENTATION
+
+
+def rotary_pos_emb(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
+    """Rotation of the two halves of every head (of its first cos.shape[-1] elements), by tables of each angle twice."""
+    if launches(cos, sin):
+        _require_equal_halves(cos, sin)
+    return _apply(q, k, cos, sin, unsqueeze_dim, cos.shape[-1])
+
+
+def rotary_pos_emb_half_table(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1
+) -> tuple[Tensor, Tensor]:
+    """Rotation of the two halves of every head, by tables that hold each angle once."""
+    return _apply(q, k, cos, sin, unsqueeze_dim, 2 * cos.shape[-1])
+
+
+def _apply(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int, width: int) -> _Pair:
+    if torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad):
+        raise KernelUnavailable("rotary_pos_emb: liger gives no gradient of cos and sin: choose eager to learn them")
+    # A table in a wider dtype widens the result, as the plain product does.
+    dtype = torch.promote_types(cos.dtype, sin.dtype)
+    q, k = (x.to(torch.promote_types(x.dtype, dtype)) for x in (q, k))
+    if unsqueeze_dim == 2:
+        q, k = _rotated(q, k, cos, sin, width)
+        return q, k
+    q, k = _rotated(q.transpose(1, 2), k.transpose(1, 2), cos, sin, width)
+    return q.transpose(1, 2), k.transpose(1, 2)
+
+
+def _rotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, width: int) -> _Pair:
+    pair: _Pair = _Rotation.apply(q, k, cos, sin, width)  # type: ignore[no-untyped-call]
+    return pair
+
+
+class _Rotation(torch.autograd.Function):
+    """q and k are [B, S, heads, D]."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, width: int) -> _Pair:
+        ctx.save_for_backward(cos, sin)
+        ctx.width = width
+        return _rotate(q, k, cos, sin, width, False)
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, d_q: Tensor, d_k: Tensor) -> tuple[Tensor | None, ...]:
+        cos, sin = ctx.saved_tensors
+        pair = _rotate(d_q, d_k, cos, sin, ctx.width, True)
+        wanted = ctx.needs_input_grad[:2]
+        return *(d if want else None for d, want in zip(pair, wanted, strict=True)), None, None, None
+
+
+def _rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, width: int, back: bool) -> _Pair:
+    compute = _launch if launches(q, k, cos, sin) else _launch_op
+    return compute(q, k, cos, sin, width, back)
+
+
+def _launch(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, width: int, back: bool) -> tuple[Tensor, Tensor]:
+    q, k = (x.clone(memory_format=torch.contiguous_format) for x in (q, k))
+    # Liger wants [B, heads, S, D] and transposes it back.
+    rotate = ops.rope_backward if back else ops.rope_forward
+    rotate(q.transpose(1, 2), k.transpose(1, 2), cos, sin, rotary_dim=width)
+    return q, k
+
+
+def _assert_and_launch(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, width: int, back: bool
+) -> tuple[Tensor, Tensor]:
+    if width == cos.shape[-1] and not back:
+        _assert_equal_halves(cos, sin)
+    return _launch(q, k, cos, sin, width, back)
+
+
+_launch_op = torch.library.custom_op("opslot_liger::rotary_pos_emb", _assert_and_launch, mutates_args=())
+
+
+@_launch_op.register_fake
+def _(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, width: int, back: bool) -> tuple[Tensor, Tensor]:
+    return q.new_empty(q.shape), k.new_empty(k.shape)
+
+
+# Tables that were found to agree, by the version at which they did. A model makes its tables once for all layers, so
+# the device is asked, and waited for, once in a forward pass.
+_agreeing: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+def _require_equal_halves(*tables: Tensor) -> None:
+    if tables[0].is_cuda and torch.cuda.is_current_stream_capturing():
+        _assert_equal_halves(*tables)  # a graph cannot wait, and each replay has other tables
+        return
+    for table in tables:
+        version = -1 if table.is_inference() else table._version
+        if version != -1 and _agreeing.get(table) == version:
+            continue
+        if not torch.equal(*table.detach().chunk(2, dim=-1)):
+            raise KernelUnavailable(f"{_HALVES}: choose rotary_pos_emb: eager")
+        _agreeing[table] = version
+
+
+def _assert_equal_halves(*tables: Tensor) -> None:
+    """Without waiting: the device stops where they differ."""
+    for table in tables:
+        first, second = table.detach().chunk(2, dim=-1)
+        torch._assert_async((first == second).all(), _HALVES)
