@@ -32,11 +32,11 @@ _VERIFIED = "Cells count the checks of `opslot verify` that a kernel passed, of 
 _ERRORS = ("beside eager", "beside float64")
 _SPEED = (
     "Medians that opslot bench measured, the fastest kernel of a shape first. In brackets: how many times as fast as "
-    "eager in the same run. The floor is what the products of a pass, or reading its inputs and writing its results, take at "
-    "rates that were measured in the same run; percentages are of forward / forward and backward. Memory is the peak "
-    "without inputs, weights and their gradients. The last two columns are errors, the worst output / the worst "
-    "gradient, beside eager and beside eager in float64. A kernel that `auto` would choose is marked so, where the "
-    "data says it. More in [Use it](using.md)."
+    "eager in the same run. The floor is what the products of a pass, or reading its inputs and writing its results, "
+    "take at rates that were measured in the same run; percentages are of forward / forward and backward. Memory is "
+    "the peak without inputs, weights and their gradients. The last two columns are errors, the worst output / the "
+    "worst gradient, beside eager and beside eager in float64. A kernel that `auto` would choose is marked so, where "
+    "the data says it. More in [Use it](using.md)."
 )
 
 
