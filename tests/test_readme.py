@@ -2,6 +2,7 @@
 
 import logging
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -61,7 +62,7 @@ def commands():
 def test_every_command_in_the_text_parses(command):
     import importlib
 
-    name, *arguments = command.split()
+    name, *arguments = shlex.split(command)
     modules = {"opslot": "opslot.tools.cli", "opslot-train": "opslot_models.train.cli"}
     parser = importlib.import_module(modules[name])._parser()
     if name == "opslot":

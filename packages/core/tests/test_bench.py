@@ -4,6 +4,7 @@ import json
 import math
 import re
 import time
+from dataclasses import replace
 from functools import partial
 
 import opslot
@@ -689,9 +690,24 @@ def test_the_report_says_how_it_came_about(offering, run):
     assert (report["op"], report["variant"], report["dtype"]) == ("project", "standard", "bfloat16")
     assert (report["seed"], report["repeats"]) == (3, 3)
     assert report["environment"]["torch"] == torch.__version__
+    assert report["environment"]["libraries"] == {"acme": "2.0"}
     kernel = next(k for k in report["results"][0]["kernels"] if k["kernel"] == "transposed")
     assert (kernel["distribution"], kernel["version"]) == ("acme", "2.0")
     assert kernel["source"].startswith("code:")
+
+
+@pytest.mark.parametrize("measured", [(), ("--kernel", "eager")])
+def test_the_report_says_what_auto_would_choose_even_if_it_is_not_measured(offering, run, measured):
+    offering(replace(spec("by_name", transposed), priority=Priority.BY_NAME), spec("transposed", transposed))
+    (report,) = json.loads(run("--json", "--shape", "small", *measured).out)
+    assert report["auto"]["kernel"].rpartition(":")[2] == "transposed"
+    assert "PORTABLE is the highest band" in report["auto"]["reason"]
+
+
+def test_without_kernels_auto_is_eager(offering, run):
+    offering()
+    (report,) = json.loads(run("--json", "--shape", "small").out)
+    assert report["auto"] == {"kernel": "eager", "reason": "auto: no installed backend offers a kernel"}
 
 
 def test_what_kernels_print_stays_out_of_the_answer(offering, run):

@@ -1,9 +1,12 @@
 """`opslot verify`: whatever a kernel does to its process is a finding with the command that shows it again."""
 
+import datetime
 import json
 import re
+from importlib import metadata
 
 import pytest
+import torch
 
 KERNELS = """
 import os, threading, time
@@ -131,6 +134,19 @@ def test_the_table_and_the_command_that_shows_it_again(site):
     assert "rms_norm/standard  dies    float32  0       values  0.0" in printed
     again = "opslot verify rms_norm/standard --kernel dies --device cpu --dtype float32 --check values --seed 0"
     assert f"again: {again}\n" in printed
+
+
+def test_the_data_says_how_it_came_about(site):
+    needs = "requires=Requires(packages=('packaging>=20',))"
+    site.add("acme", site.offering("", f"KernelSpec(op='rms_norm', name='good', target='acme_kernels:good', {needs}),"))
+    (site.path / "acme_kernels.py").write_text(KERNELS)
+    arguments = ("rms_norm/standard", "--kernel", "good", "--device", "cpu", "--dtype", "float32", "--check", "values")
+    printed = site.python("-m", "opslot", "verify", *arguments, "--json")
+    data = json.loads(printed[printed.index("{") :])
+    assert data["command"].startswith(f"opslot verify {' '.join(arguments)} --seed 0")
+    assert datetime.date.fromisoformat(data["date"]) <= datetime.date.today()
+    assert data["environment"]["torch"] == torch.__version__
+    assert data["environment"]["libraries"] == {"acme": "1.0", "packaging": metadata.version("packaging")}
 
 
 @pytest.mark.parametrize(

@@ -8,12 +8,11 @@ from ._config import OpsConfig
 from ._contract import OpContract
 from ._device import Device
 from ._errors import BindError
-from ._installed import Installed, parse_requirement
 from ._kernel import EAGER
 from ._modules import canonical_modules
 from ._obstacle import obstacle, parameter_dtypes
-from ._provenance import Provenance, digest
-from ._registry import PROCESS_LOCAL, Offer
+from ._provenance import Provenance, digest, libraries
+from ._registry import Offer
 from ._report import counted, to_text
 from ._slot import OpSlot
 
@@ -194,23 +193,13 @@ class Binding:
 
         import torch
 
-        here = Installed.here()
-
-        def found(distribution: str) -> str:
-            return next(iter(here.versions(distribution)), "")
-
         used = {write.slot.offer for write in self._writes if write.slot is not None and write.slot.offer is not None}
-        names = {parse_requirement(package).name for offer in used for package in offer.spec.requires.packages}
-        libraries = {offer.distribution: offer.version for offer in used if offer.distribution != PROCESS_LOCAL}
-        libraries |= {name: found(name) for name in sorted(names - libraries.keys())}
-        if self.device.kind != "cpu" and (triton := found("triton")):
-            libraries["triton"] = triton
         return {
             "device": str(self.device),
             "python": platform.python_version(),
             "opslot": version("opslot"),
             **({"attention": self.attention} if self.attention else {}),
-            **dict(sorted(libraries.items())),
+            **libraries(used, self.device),
             "torch": torch.__version__,  # with "+cu130", which its metadata does not have
         }
 

@@ -2,12 +2,14 @@
 
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from ._device import Device
 from ._errors import SpecError
-from ._registry import Offer
+from ._installed import Installed, parse_requirement
+from ._registry import PROCESS_LOCAL, Offer
 from ._target import code_of, load_target, source_name
 
 UNKNOWN = "unknown"
@@ -64,6 +66,25 @@ def _nested(offer: Offer) -> str:
     if not isinstance(nested, str):
         raise SpecError(f"kernel {offer.spec}: nested must return a string, got {nested!r}")
     return nested
+
+
+def libraries(offers: Iterable[Offer], device: Device) -> dict[str, str]:
+    """The versions of what is behind kernels, by name; empty for a distribution that has none.
+
+    Those are the distributions that offer them, what these kernels require, and triton where `device` may run it.
+    """
+    here = Installed.here()
+
+    def found(distribution: str) -> str:
+        return next(iter(here.versions(distribution)), "")
+
+    used = list(offers)
+    names = {parse_requirement(package).name for offer in used for package in offer.spec.requires.packages}
+    versions = {offer.distribution: offer.version for offer in used if offer.distribution != PROCESS_LOCAL}
+    versions |= {name: found(name) for name in names - versions.keys()}
+    if device.kind != "cpu" and (triton := found("triton")):
+        versions["triton"] = triton
+    return dict(sorted(versions.items()))
 
 
 def digest(data: Any) -> str:

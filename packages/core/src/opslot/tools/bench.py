@@ -6,8 +6,6 @@ import inspect
 import json
 import math
 import os
-import platform
-import shlex
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,7 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from opslot import EAGER, Device, Offer, OpContract, OpslotError, Registry, Workload
+from opslot import AUTO, EAGER, Device, Offer, OpContract, OpslotError, Registry, Workload
 from opslot._attempt import Failure, attempt
 from opslot._errors import nearest
 from opslot._provenance import Provenance
@@ -24,7 +22,7 @@ from opslot._target import load_target
 from opslot.testing._suite import ALL
 from opslot.tools import chart
 from opslot.tools.measure import NOT_MEASURED, Candidate, Setting, device_to_measure, environment, measure
-from opslot.tools.output import print_json, print_table, quiet_registry, stdout_as_stderr
+from opslot.tools.output import command_of, print_json, print_table, quiet_registry, stdout_as_stderr
 from opslot.tools.verify import Job, verify
 
 Sizes = Mapping[str, int]
@@ -34,6 +32,8 @@ Verified = Mapping[_Key, list[str]]
 
 _REPEATS = 20
 _FEWEST = 3
+# What a report calls its command: all but the folder that it is written to.
+_FLAGS = ("shape", "shapes", "dtype", "device", "kernel", "repeats", "seed")
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
@@ -275,8 +275,11 @@ def _report(
     if plan.unusable and not options.json:
         print("not usable here:")
         print_table(("", ""), [(f"  {name}", reason) for name, reason in plan.unusable.items()])
+    auto = known.choose(*contract.key, AUTO, device, (setting.dtype,))
+    chosen = EAGER if auto.offer is None else auto.offer.selector
+    chosen = next((name for name, offer in plan.kernels.items() if offer == auto.offer), chosen)
     return {
-        "command": _command(options),
+        "command": command_of(options, "bench", options.op, flags=_FLAGS),
         "date": datetime.date.today().isoformat(),
         "op": contract.op,
         "variant": contract.variant,
@@ -284,7 +287,8 @@ def _report(
         "dtype": setting.dtype,
         "seed": setting.seed,
         "repeats": setting.repeats,
-        "environment": {"python": platform.python_version(), **environment(setting.device)},
+        "environment": environment(setting.device, device, filter(None, plan.kernels.values())),
+        "auto": {"kernel": chosen, "reason": auto.reason},
         "unusable": dict(plan.unusable),
         "results": results,
     }
@@ -368,16 +372,6 @@ def _short(value: float) -> str:
     """Three digits, never an exponent."""
     digits = 2 - math.floor(math.log10(value)) if value > 0 else 0
     return f"{value:.{max(0, digits)}f}"
-
-
-def _command(options: argparse.Namespace) -> str:
-    """As it was given, without the folder that it writes to."""
-    words = ["opslot", "bench", options.op]
-    for flag in ("shape", "shapes", "dtype", "device", "kernel", "repeats", "seed"):
-        given = getattr(options, flag)
-        for value in given if isinstance(given, list) else [given]:
-            words += [f"--{flag}", str(value)] if value is not None else []
-    return shlex.join(words)
 
 
 def _write(folder: Path, report: dict[str, Any]) -> None:

@@ -7,17 +7,20 @@ import itertools
 import json
 import math
 import os
+import platform
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from opslot import OpContract, Tolerance
+from opslot import Device, Offer, OpContract, Tolerance
 from opslot._attempt import Failure, attempt
+from opslot._provenance import libraries
 from opslot._target import load_target
 
 if TYPE_CHECKING:
@@ -80,15 +83,18 @@ def device_to_measure(name: str | None) -> str:
     return f"{device.type}:{torch.accelerator.current_device_index()}"
 
 
-def environment(device: str) -> dict[str, Any]:
-    """What decides the figures besides the kernels."""
+def environment(device: str, there: Device, offers: Iterable[Offer]) -> dict[str, Any]:
+    """What decides the outcome besides the code of the kernels. `device` is torch's name of `there`."""
     import torch
 
     return {
+        "python": platform.python_version(),
+        "opslot": version("opslot"),
         "device": device,
         "torch": torch.__version__,
         "float32_matmul_precision": torch.get_float32_matmul_precision(),
         **({"threads": torch.get_num_threads()} if device == "cpu" else {"cuda": torch.version.cuda}),
+        "libraries": libraries(offers, there),
     }
 
 

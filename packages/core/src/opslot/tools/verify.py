@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import datetime
 import json
 import os
 import signal
@@ -16,8 +17,8 @@ from typing import Any
 from opslot import EAGER, Offer, OpContract, OpslotError, Registry, UnknownKernel
 from opslot.testing import CHECKS
 from opslot.testing._suite import ALL, dtypes_of
-from opslot.tools.measure import device_to_measure
-from opslot.tools.output import print_json, print_table, quiet_registry
+from opslot.tools.measure import device_to_measure, environment
+from opslot.tools.output import command_of, print_json, print_table, quiet_registry
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--workers", type=int, help="processes; default: one a core for the CPU, else one")
 
 
+_FLAGS = ("kernel", "device", "dtype", "check", "seed", "seconds", "workers")
 _CHECKS = f"may be repeated; default: all but large, which takes most of a GPU's memory: {', '.join(CHECKS)}"
 
 
@@ -79,9 +81,13 @@ def run(options: argparse.Namespace) -> int:
     outcomes = list(verify(jobs, seconds=options.seconds, workers=workers))
     findings = [outcome for outcome in outcomes if outcome.problem]
     if options.json:
+        offers = {known.offer(j.op, j.variant, j.kernel) for j in jobs if j.kernel != EAGER}
         print_json(
             {
+                "command": command_of(options, "verify", *filter(None, [options.op]), flags=_FLAGS),
+                "date": datetime.date.today().isoformat(),
                 "device": str(known.describe(device)),
+                "environment": environment(device, known.describe(device), offers),
                 "seed": options.seed,
                 "outcomes": [_as_data(outcome) for outcome in outcomes],
                 "not_run": [{"kernel": kernel, "reason": reason} for kernel, reason in absent],
