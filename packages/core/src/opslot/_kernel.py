@@ -44,6 +44,10 @@ class KernelSpec:
     `deterministic` and `batch_invariant` are claims: what a spec does not claim is not promised. Under
     `torch.use_deterministic_algorithms(True)` a kernel that does not claim `deterministic` raises `KernelUnavailable`
     when it is called, and with `warn_only=True` it warns, as torch's own operations do.
+
+    `rms_error` is a limit of accuracy, by dtype: how many times the root mean square error of eager code the kernel may
+    make where that is more than the 1.05 that `opslot verify` allows. `measured` names the results (a file, a URL) that
+    earned the priority; reports give it as the reason of `auto`.
     """
 
     op: str
@@ -59,19 +63,21 @@ class KernelSpec:
     cuda_graphs: bool = False
     deterministic: bool = False
     batch_invariant: bool = False
+    rms_error: tuple[tuple[str, float], ...] = ()
     priority: Priority = Priority.BY_NAME
+    measured: str = ""
     summary: str = ""
 
     def __post_init__(self) -> None:
-        for given in (self.op, self.variant, self.name, self.summary):
+        for given in (self.op, self.variant, self.name, self.measured, self.summary):
             if not isinstance(given, str):
-                raise SpecError(f"KernelSpec: op, variant, name and summary must be strings, got {given!r}")
+                raise SpecError(f"KernelSpec: op, variant, name, measured and summary must be strings, got {given!r}")
         for claim in (self.backward, self.compile, self.cuda_graphs, self.deterministic, self.batch_invariant):
             if not isinstance(claim, bool):
                 raise SpecError(f"kernel {self}: a claim is True or False, got {claim!r}")
         check_strings(f"kernel {self}: aliases", self.aliases)
         check_strings(f"kernel {self}: dtypes", self.dtypes)
-        for dtype in self.dtypes:
+        for dtype in (*self.dtypes, *self._limited()):
             if not _DTYPE.fullmatch(dtype):
                 raise SpecError(f"kernel {self}: {dtype!r} is not torch's name of a floating dtype, such as 'bfloat16'")
         if not isinstance(self.priority, Priority):
@@ -86,6 +92,18 @@ class KernelSpec:
         check_target(self.target, f"kernel {self}")
         if self.nested is not None:
             check_target(self.nested, f"kernel {self}: nested")
+
+    def _limited(self) -> tuple[str, ...]:
+        """The dtypes that `rms_error` limits."""
+        given: object = self.rms_error
+        pairs = given if isinstance(given, tuple) else ("not a tuple",)
+        for pair in pairs:
+            if not (isinstance(pair, tuple) and list(map(type, pair)) == [str, float] and pair[1] > 1):
+                raise SpecError(
+                    f'kernel {self}: rms_error is pairs of a dtype and a factor above one, (("float32", 1.2),), '
+                    f"got {given!r}"
+                )
+        return tuple(pair[0] for pair in pairs)
 
     def unmet(
         self, device: Device, dtypes: tuple[str, ...] = (), installed: Installed | None = None

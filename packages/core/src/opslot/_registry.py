@@ -261,6 +261,7 @@ class Registry:
             best = max(o.spec.priority for o in ranked)
             first, *ties = [o for o in ranked if o.spec.priority == best]
             also = f", first by name before {_list(o.spec.name for o in ties)}" if ties else ""
+            also += f", measured in {first.spec.measured}" if first.spec.measured else ""
             return Choice(first, f"auto: {best.name} is the highest band usable on {device.kind}{also}")
         if not offers:
             return Choice(None, "auto: no installed backend offers a kernel")

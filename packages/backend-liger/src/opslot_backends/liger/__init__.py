@@ -6,127 +6,70 @@ This file is data: importing it imports neither torch nor liger-kernel.
 from opslot import Backend, KernelSpec, Priority, Requires
 
 _REQUIRES = Requires(devices=("cuda", "rocm"), packages=("liger-kernel>=0.8.5,<0.9",))
-_DTYPES = ("float32", "bfloat16", "float16")
 
 
 def _kernel(
-    op: str, variant: str, target: str, nested: str, priority: Priority, summary: str, *, deterministic: bool = True
+    contract: str,
+    target: str,
+    summary: str,
+    *,
+    nested: str = "implementation",
+    priority: Priority = Priority.TUNED,
+    dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16"),
+    rms_error: tuple[tuple[str, float], ...] = (),
+    plain: bool = True,
 ) -> KernelSpec:
+    """`target` is "module:function" here, `nested` a function beside it; `plain` is no atomics and no waiting."""
+    op, _, variant = contract.partition("/")
+    module, _, _ = target.partition(":")
     return KernelSpec(
         op=op,
         variant=variant,
         name="liger",
         aliases=("liger_kernel",),
         target=f"opslot_backends.liger.{target}",
-        nested=f"opslot_backends.liger.{nested}",
+        nested=f"opslot_backends.liger.{module}:{nested}",
         requires=_REQUIRES,
-        dtypes=_DTYPES,
-        compile=True,
-        cuda_graphs=True,
-        deterministic=deterministic,
+        dtypes=dtypes,
+        compile=plain,
+        cuda_graphs=plain,
+        deterministic=plain,
+        rms_error=rms_error,
         priority=priority,
+        measured="docs/results/2026-11-30-h200-bench.json" if priority is Priority.TUNED else "",
         summary=summary,
     )
 
 
+_NORM = "a row in one block; keeps x and one number a row for backward"
+_ROTATION = "queries and keys of a token at once, into copies; refuses tables whose halves differ"
+_GLU = "keeps gate and up, and writes their gradients over them where nobody else can see it"
+_LOSS = "head and loss over chunks of tokens, whose logits become their gradients in one pass"
+
 BACKEND = Backend(
     api=1,
     kernels=(
+        _kernel("cross_entropy_loss/causal", "cross_entropy_loss:causal", _LOSS),
+        _kernel("cross_entropy_loss/token_cls", "cross_entropy_loss:token_cls", _LOSS),
+        _kernel("glu/geglu_tanh", "glu:geglu_tanh", _GLU, nested="geglu_implementation"),
+        # Triton's sigmoid is a fast one: its error in float32 is 1.1 times that of torch's.
+        _kernel("glu/swiglu", "glu:swiglu", _GLU, nested="swiglu_implementation", rms_error=(("float32", 1.2),)),
         _kernel(
-            "rms_norm",
-            "standard",
-            "rms_norm:rms_norm",
-            "rms_norm:implementation",
-            Priority.PORTABLE,
-            "one block a row; keeps x and one number a row for backward",
+            "moe_experts/standard",
+            "moe_experts:moe_experts",
+            "gather and activation within the first product; its products in float32 would be TF32",
+            priority=Priority.BY_NAME,
+            dtypes=("bfloat16", "float16"),
+            plain=False,
         ),
-        _kernel(
-            "rms_norm",
-            "fp32_weight",
-            "rms_norm:rms_norm_fp32_weight",
-            "rms_norm:implementation",
-            Priority.TUNED,
-            "one block a row; keeps x and one number a row for backward",
-        ),
-        _kernel(
-            "rms_norm",
-            "zero_centered",
-            "rms_norm:rms_norm_zero_centered",
-            "rms_norm:implementation",
-            Priority.TUNED,
-            "one block a row; keeps x and one number a row for backward",
-        ),
-        _kernel(
-            "rms_norm",
-            "unweighted",
-            "rms_norm:rms_norm_unweighted",
-            "rms_norm:implementation",
-            Priority.TUNED,
-            "one block a row, rounded once; keeps x and one number a row for backward",
-        ),
-        _kernel(
-            "rms_norm",
-            "unweighted_fp32",
-            "rms_norm:rms_norm_unweighted",
-            "rms_norm:implementation",
-            Priority.TUNED,
-            "one block a row; keeps x and one number a row for backward",
-        ),
-        _kernel(
-            "rotary_pos_emb",
-            "full",
-            "rotary_pos_emb:rotary_pos_emb",
-            "rotary_pos_emb:implementation",
-            Priority.TUNED,
-            "queries and keys of a token at once; refuses tables whose halves differ",
-        ),
-        _kernel(
-            "rotary_pos_emb",
-            "partial",
-            "rotary_pos_emb:rotary_pos_emb",
-            "rotary_pos_emb:implementation",
-            Priority.TUNED,
-            "queries and keys of a token at once; refuses tables whose halves differ",
-        ),
-        _kernel(
-            "rotary_pos_emb",
-            "half_table",
-            "rotary_pos_emb:rotary_pos_emb_half_table",
-            "rotary_pos_emb:implementation",
-            Priority.TUNED,
-            "queries and keys of a token at once",
-        ),
-        _kernel(
-            "glu",
-            "swiglu",
-            "glu:swiglu",
-            "glu:swiglu_implementation",
-            Priority.TUNED,
-            "keeps gate and up alone, and writes their gradients over them where nobody else sees it",
-        ),
-        _kernel(
-            "glu",
-            "geglu_tanh",
-            "glu:geglu_tanh",
-            "glu:geglu_implementation",
-            Priority.TUNED,
-            "keeps gate and up alone, and writes their gradients over them where nobody else sees it",
-        ),
-        _kernel(
-            "cross_entropy_loss",
-            "causal",
-            "cross_entropy_loss:causal",
-            "cross_entropy_loss:implementation",
-            Priority.TUNED,
-            "head and loss over chunks of tokens, logits become their gradients in one pass",
-        ),
-        _kernel(
-            "cross_entropy_loss",
-            "token_cls",
-            "cross_entropy_loss:token_cls",
-            "cross_entropy_loss:implementation",
-            Priority.TUNED,
-            "head and loss over chunks of tokens, logits become their gradients in one pass",
-        ),
+        # torch's own kernel is faster where Liger runs.
+        _kernel("rms_norm/standard", "rms_norm:rms_norm", _NORM, priority=Priority.PORTABLE),
+        _kernel("rms_norm/fp32_weight", "rms_norm:rms_norm_fp32_weight", _NORM),
+        _kernel("rms_norm/zero_centered", "rms_norm:rms_norm_zero_centered", _NORM),
+        _kernel("rms_norm/unweighted", "rms_norm:rms_norm_unweighted", f"{_NORM}; rounded once"),
+        _kernel("rms_norm/unweighted_fp32", "rms_norm:rms_norm_unweighted", _NORM),
+        _kernel("rotary_pos_emb/full", "rotary_pos_emb:rotary_pos_emb", _ROTATION),
+        _kernel("rotary_pos_emb/partial", "rotary_pos_emb:rotary_pos_emb", _ROTATION),
+        _kernel("rotary_pos_emb/half_table", "rotary_pos_emb:rotary_pos_emb_half_table", _ROTATION.partition(";")[0]),
     ),
 )

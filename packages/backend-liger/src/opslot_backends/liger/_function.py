@@ -31,6 +31,15 @@ def refuse_long_rows(size: int, what: str) -> None:
         raise KernelUnavailable(f"{what}: liger takes rows of up to {_LONGEST_ROW} elements, got {size}: choose eager")
 
 
+def matmul_dtype(tensor: Tensor) -> torch.dtype:
+    """The dtype in which a linear layer would take `tensor`: autocast's where that is on, else its own.
+
+    A custom autograd function hides its products from autocast, so the kernels cast as autocast would have.
+    """
+    kind = tensor.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else tensor.dtype
+
+
 def first_order(backward: Backward) -> Backward:
     """A backward outside autocast that refuses `create_graph=True`: Liger's kernels have no second derivative.
 

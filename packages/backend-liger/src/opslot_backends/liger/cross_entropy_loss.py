@@ -1,8 +1,8 @@
 """cross_entropy_loss in Liger's kernel, which turns a chunk of logits into losses and their gradients in one pass.
 
-The loop over chunks is not Liger's: its own divides by the number of counted tokens alone, knows no scale of the logits,
-adds up the gradient of the head in the head's dtype, computes none where only the head is trained, scales saved
-gradients in place in backward, and waits for the device three times.
+The loop over chunks is not Liger's: its own divides by the number of counted tokens alone, knows no scale of the
+logits, adds up the gradient of the head in the head's dtype, computes none where only the head is trained, scales
+saved gradients in place in backward, and waits for the device.
 
 Shapes: N rows (tokens), H hidden, V vocabulary.
 """
@@ -15,7 +15,7 @@ from liger_kernel import ops
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ._function import first_order, launches
+from ._function import first_order, launches, matmul_dtype
 from ._implementation import require
 
 IMPLEMENTATION = require(ops.cross_entropy_forward, "cross_entropy_loss", verified=("triton", "cutedsl"))
@@ -23,6 +23,8 @@ IMPLEMENTATION = require(ops.cross_entropy_forward, "cross_entropy_loss", verifi
 # Elements of the logits that exist at one time, 512 MiB in bfloat16. Each chunk reads and writes the gradient of the
 # whole head once, in float32, so fewer rows cost time.
 _LOGITS = 2**28
+
+_Primitive = Callable[..., tuple[Tensor, Any, Any, Any, Tensor]]
 
 
 def implementation() -> str:
@@ -68,8 +70,8 @@ def token_cls(
     """Head and cross entropy with each row's own label. Gradients are made in forward."""
     if shift_labels is not None:
         raise ValueError(
-            "cross_entropy_loss/token_cls: shift_labels are those of a model that predicts the next token; pass labels, "
-            "or choose cross_entropy_loss/causal"
+            "cross_entropy_loss/token_cls: shift_labels are those of a model that predicts the next token; pass "
+            "labels, or choose cross_entropy_loss/causal"
         )
     if labels is None:
         raise ValueError("cross_entropy_loss/token_cls: give labels, one a row of hidden_states")
@@ -95,9 +97,9 @@ def _loss(
             f"cross_entropy_loss: liger needs one label a row of hidden_states, got {target.shape[0]} labels for "
             f"{rows.shape[0]} rows"
         )
-    dtype = _matmul_dtype(rows)
+    dtype = matmul_dtype(rows)
     for name, parameter in (("lm_head_weight", weight), ("bias", bias)):
-        if parameter is not None and _matmul_dtype(parameter) != dtype:
+        if parameter is not None and matmul_dtype(parameter) != dtype:
             raise ValueError(
                 f"cross_entropy_loss: liger needs one dtype, got hidden_states {hidden_states.dtype} and {name} "
                 f"{parameter.dtype}"
@@ -106,12 +108,6 @@ def _loss(
         rows, weight, bias, target, num_items, ignore_index, softcap, scale, dtype, torch.is_grad_enabled()
     )
     return loss
-
-
-def _matmul_dtype(tensor: Tensor) -> torch.dtype:
-    """The dtype in which a linear layer would take `tensor`: autocast's where that is on, else its own."""
-    kind = tensor.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else tensor.dtype
 
 
 class _Loss(torch.autograd.Function):
@@ -231,15 +227,17 @@ def _losses(
     return loss, d_logits
 
 
-def _primitive() -> Callable[..., tuple[Tensor, Any, Any, Any, Tensor]]:
+def _primitive() -> _Primitive:
     # Imported here: each import registers an implementation with Liger, and CuTe's needs CUTLASS.
     if IMPLEMENTATION == "cutedsl":
         from liger_kernel.ops.backends._cutedsl.cross_entropy import cross_entropy_loss_and_grad_cutedsl
 
-        return cross_entropy_loss_and_grad_cutedsl
+        cute: _Primitive = cross_entropy_loss_and_grad_cutedsl
+        return cute
     from liger_kernel.ops.backends._triton.cross_entropy import cross_entropy_loss_and_grad_triton
 
-    return cross_entropy_loss_and_grad_triton
+    triton: _Primitive = cross_entropy_loss_and_grad_triton
+    return triton
 
 
 def _product(a: Tensor, b: Tensor, out: Tensor) -> None:

@@ -4,6 +4,7 @@ Liger's kernel writes over what it is given and reads the first half of each tab
 whose halves agree.
 """
 
+from collections.abc import MutableMapping
 from typing import Any
 
 import torch
@@ -65,7 +66,9 @@ class _Rotation(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, width: int) -> _Pair:
         ctx.save_for_backward(cos, sin)
         ctx.width = width
-        return _rotate(q, k, cos, sin, width, False)
+        pair = _rotate(q, k, cos, sin, width, False)
+        ctx.mark_non_differentiable(*(out for out, need in zip(pair, ctx.needs_input_grad, strict=False) if not need))
+        return pair
 
     @staticmethod
     @first_order
@@ -89,9 +92,7 @@ def _launch(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, width: int, back: bo
     return q, k
 
 
-def _assert_and_launch(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, width: int, back: bool
-) -> tuple[Tensor, Tensor]:
+def _assert_and_launch(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, width: int, back: bool) -> tuple[Tensor, Tensor]:
     if width == cos.shape[-1] and not back:
         _assert_equal_halves(cos, sin)
     return _launch(q, k, cos, sin, width, back)
@@ -107,7 +108,7 @@ def _(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, width: int, back: bool) ->
 
 # Tables that were found to agree, by the version at which they did. A model makes its tables once for all layers, so
 # the device is asked, and waited for, once in a forward pass.
-_agreeing: WeakIdKeyDictionary = WeakIdKeyDictionary()
+_agreeing: MutableMapping[Tensor, int] = WeakIdKeyDictionary()
 
 
 def _require_equal_halves(*tables: Tensor) -> None:

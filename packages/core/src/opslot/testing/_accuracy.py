@@ -46,11 +46,11 @@ class Comparison:
     eager: _Errors = field(default_factory=_Errors)
     rounding: _Errors = field(default_factory=_Errors)
 
-    def problem(self) -> str:
-        """What is too large, empty when nothing is.
+    def problem(self, rms: float = RMS) -> str:
+        """What is too large, empty when nothing is. `rms` is the limit of the mean ratio of root mean squares.
 
         Few errors scatter, and those in one tensor may be copies of each other, so what scatters is read off the seeds.
-        The mean ratio of the root mean squares must be above RMS by more than five of its standard errors (of eight
+        The mean ratio of the root mean squares must be above `rms` by more than five of its standard errors (of eight
         seeds, once in a thousand by chance). The largest error must be above LARGEST times eager's by more than three
         standard deviations of eager's own largest from seed to seed.
         """
@@ -64,10 +64,10 @@ class Comparison:
             return f"{self.tensor}: RMS error {max(self.kernel.rms):.3g} where eager is exact"
         if len(ratios) > 1:
             mean, error = statistics.fmean(ratios), statistics.stdev(ratios) / math.sqrt(len(ratios))
-            if mean - 5 * error > math.log(RMS):
+            if mean - 5 * error > math.log(rms):
                 return (
                     f"{self.tensor}: RMS error {math.exp(mean):.3g} times eager's (mean of {SEEDS} seeds, within a "
-                    f"factor of {math.exp(error):.3g}), allowed {RMS}"
+                    f"factor of {math.exp(error):.3g}), allowed {rms}"
                 )
         largest = [max(pair) for pair in zip(self.eager.largest, self.rounding.largest, strict=True)]
         if all(largest):

@@ -136,6 +136,8 @@ def _op(known: Registry, contract: OpContract, device: Device) -> dict[str, Any]
         "priority": "",
         "unmet": [],
         "claims": {},
+        "rms_error": {},
+        "measured": "",
         "dtypes": [],
     }
     kernels = [{**eager, "aliases": [], "summary": "the model's own code"}]
@@ -152,6 +154,8 @@ def _op(known: Registry, contract: OpContract, device: Device) -> dict[str, Any]
                 "unmet": list(spec.unmet(device)),
                 "dtypes": list(spec.dtypes),
                 "claims": {claim: getattr(spec, claim) for claim in claims},
+                "rms_error": dict(spec.rms_error),
+                "measured": spec.measured,
                 "summary": spec.summary,
             }
         )
@@ -166,7 +170,8 @@ def _op(known: Registry, contract: OpContract, device: Device) -> dict[str, Any]
 
 
 def _claims(kernel: dict[str, Any]) -> str:
-    return " ".join(claim for claim, made in kernel["claims"].items() if made)
+    limits = [f"error({dtype})<={times:g}x" for dtype, times in kernel["rms_error"].items()]
+    return " ".join([*(claim for claim, made in kernel["claims"].items() if made), *limits])
 
 
 def _dtypes(kernel: dict[str, Any]) -> str:
