@@ -69,7 +69,7 @@ BACKEND = Backend(
         _kernel("rms_norm/unweighted", "rms_norm:rms_norm_unweighted", f"{_NORM}; rounded once"),
         _kernel("rms_norm/unweighted_fp32", "rms_norm:rms_norm_unweighted", _NORM),
         _kernel("rotary_pos_emb/full", "rotary_pos_emb:rotary_pos_emb", _ROTATION),
-        _kernel("rotary_pos_emb/partial", "rotary_pos_emb:rotary_pos_emb", _ROTATION),
+        _kernel("rotary_pos_emb/partial", "rotary_pos_emb:rotary_pos_emb_partial", _ROTATION),
         _kernel("rotary_pos_emb/half_table", "rotary_pos_emb:rotary_pos_emb_half_table", _ROTATION.partition(";")[0]),
     ),
 )

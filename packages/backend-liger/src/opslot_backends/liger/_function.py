@@ -37,7 +37,8 @@ def matmul_dtype(tensor: Tensor) -> torch.dtype:
     A custom autograd function hides its products from autocast, so the kernels cast as autocast would have.
     """
     kind = tensor.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else tensor.dtype
+    # The meta device has no autocast of its own.
+    return torch.get_autocast_dtype(kind) if kind != "meta" and torch.is_autocast_enabled(kind) else tensor.dtype
 
 
 def first_order(backward: Backward) -> Backward:
@@ -53,6 +54,8 @@ def first_order(backward: Backward) -> Backward:
             raise RuntimeError(
                 f"{backward.__module__} has no second derivative (create_graph=True): choose eager for this op"
             )
+        if gradients[0].is_meta:
+            return backward(ctx, *gradients)
         with torch.autocast(gradients[0].device.type, enabled=False):
             return backward(ctx, *gradients)
 

@@ -28,28 +28,44 @@ def implementation() -> str:
 
 
 def rotary_pos_emb(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
-    """Rotation of the two halves of every head (of its first cos.shape[-1] elements), by tables of each angle twice."""
-    if launches(cos, sin):
-        _require_equal_halves(cos, sin)
-    return _apply(q, k, cos, sin, unsqueeze_dim, cos.shape[-1])
+    """Rotation of the two halves of every head, by tables that hold each angle twice."""
+    return _apply(q, k, cos, sin, unsqueeze_dim, q.shape[-1], twice=True)
+
+
+def rotary_pos_emb_partial(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1
+) -> tuple[Tensor, Tensor]:
+    """Rotation of the first cos.shape[-1] elements of every head, by tables that hold each angle twice."""
+    return _apply(q, k, cos, sin, unsqueeze_dim, cos.shape[-1], twice=True)
 
 
 def rotary_pos_emb_half_table(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1
 ) -> tuple[Tensor, Tensor]:
     """Rotation of the two halves of every head, by tables that hold each angle once."""
-    return _apply(q, k, cos, sin, unsqueeze_dim, 2 * cos.shape[-1])
+    return _apply(q, k, cos, sin, unsqueeze_dim, q.shape[-1], twice=False)
 
 
-def _apply(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int, width: int) -> _Pair:
+def _apply(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int, width: int, *, twice: bool
+) -> tuple[Tensor, Tensor]:
+    """`width` is how many elements of a head are rotated, `twice` whether the tables hold each angle twice."""
+    batch, tokens = q.shape[0], q.shape[1 if unsqueeze_dim == 2 else 2]
+    wanted = (tokens, width if twice else width // 2)
+    if cos.shape != sin.shape or cos.shape[1:] != wanted or cos.shape[0] not in (1, batch) or width > q.shape[-1]:
+        raise ValueError(
+            f"rotary_pos_emb: cos and sin must both be [B or 1, S, {wanted[1]}], got {tuple(cos.shape)} and "
+            f"{tuple(sin.shape)} for {tokens} tokens in {batch} sequences with heads of {q.shape[-1]}"
+        )
     if torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad):
-        raise KernelUnavailable("rotary_pos_emb: liger gives no gradient of cos and sin: choose eager to learn them")
+        raise KernelUnavailable("rotary_pos_emb: liger gives no gradient of cos and sin; to learn them choose eager")
+    if twice and launches(cos, sin):
+        _require_equal_halves(cos, sin)
     # A table in a wider dtype widens the result, as the plain product does.
     dtype = torch.promote_types(cos.dtype, sin.dtype)
     q, k = (x.to(torch.promote_types(x.dtype, dtype)) for x in (q, k))
     if unsqueeze_dim == 2:
-        q, k = _rotated(q, k, cos, sin, width)
-        return q, k
+        return _rotated(q, k, cos, sin, width)
     q, k = _rotated(q.transpose(1, 2), k.transpose(1, 2), cos, sin, width)
     return q.transpose(1, 2), k.transpose(1, 2)
 

@@ -16,8 +16,8 @@ def matmul_dtype(tensor: Tensor) -> torch.dtype:
     A custom autograd function hides its products from autocast, so the kernels cast as autocast would have.
     """
     kind = tensor.device.type
-    # Autocast leaves float64 alone.
-    if torch.is_autocast_enabled(kind) and tensor.dtype is not torch.float64:
+    # Autocast leaves float64 alone, and the meta device has none.
+    if kind != "meta" and torch.is_autocast_enabled(kind) and tensor.dtype is not torch.float64:
         return torch.get_autocast_dtype(kind)
     return tensor.dtype
 
@@ -36,6 +36,8 @@ def first_order(backward: Backward) -> Backward:
             raise RuntimeError(
                 f"{backward.__module__} has no second derivative (create_graph=True): choose eager for this op"
             )
+        if gradients[0].is_meta:
+            return backward(ctx, *gradients)
         with torch.autocast(gradients[0].device.type, enabled=False):
             return backward(ctx, *gradients)
 

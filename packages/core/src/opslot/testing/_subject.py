@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from .._contract import OpContract, Sample
@@ -28,7 +28,10 @@ FEW = 3
 
 @dataclass(frozen=True)
 class Subject:
-    """One kernel for one contract, on one device in one dtype. `spec` holds its claims."""
+    """One kernel for one contract, on one device in one dtype. `spec` holds its claims.
+
+    `only` are the names of the samples to judge by, all when empty.
+    """
 
     contract: OpContract
     name: str
@@ -36,13 +39,23 @@ class Subject:
     spec: KernelSpec
     device: torch.device
     dtype: torch.dtype
+    only: frozenset[str] = frozenset()
 
     @classmethod
-    def of(cls, op: str, variant: str, kernel: Kernel | str, *, device: str = "cpu", dtype: str = "float32") -> Subject:
+    def of(
+        cls,
+        op: str,
+        variant: str,
+        kernel: Kernel | str,
+        *,
+        device: str = "cpu",
+        dtype: str = "float32",
+        only: Iterable[str] = (),
+    ) -> Subject:
         """`kernel` is a function, which claims nothing but a backward, or the name of a registered kernel.
 
         Raises `OpslotError`s when there is no such kernel or it cannot run here, `ValueError` for a dtype that the
-        contract has no tolerance for.
+        contract has no tolerance for and for a sample that it does not have.
         """
         import torch
 
@@ -59,7 +72,11 @@ class Subject:
             function = contract.load_reference() if isinstance(kernel, str) else kernel
             check_kernel(function, contract.signature(), f"kernel {name} for {contract}")
             spec = KernelSpec(op=contract.op, variant=contract.variant, name="function", target=function)
-        return cls(contract, name, function, spec, torch.device(device), getattr(torch, dtype))
+        subject = cls(contract, name, function, spec, torch.device(device), getattr(torch, dtype))
+        names = [sample.name for sample in subject.samples(0)] if only else []
+        if unknown := sorted(set(only) - set(names)):
+            raise ValueError(f"{contract} has no sample {', '.join(map(repr, unknown))}; it has {', '.join(names)}")
+        return replace(subject, only=frozenset(only))
 
     @property
     def dtype_name(self) -> str:
@@ -68,7 +85,7 @@ class Subject:
     def samples(self, seed: int, dtype: torch.dtype | None = None) -> Iterator[Sample]:
         make = load_target(self.contract.samples, f"the samples of {self.contract}")
         found: Iterator[Sample] = make(self.device, dtype or self.dtype, seed)
-        return found
+        return (sample for sample in found if not self.only or sample.name in self.only)
 
     def refused(self, seed: int) -> Iterator[Sample]:
         """Arguments that the contract does not allow."""

@@ -1,0 +1,108 @@
+"""What holds for every kernel of the backend: its contract, and each claim that its spec makes."""
+
+import importlib
+import subprocess
+import sys
+
+import opslot
+import pytest
+import torch
+from opslot import Device
+from opslot.testing import KernelSuite, check
+from opslot_backends.liger import BACKEND
+
+pytest.importorskip("liger_kernel", reason="liger-kernel is not installed: it needs triton, which is not everywhere")
+
+SPECS = BACKEND.kernels
+# Liger's experts are too slow for the interpreter, and overflow int32 on purpose, which it reports.
+INTERPRETED = [spec for spec in SPECS if spec.op != "moe_experts"]
+
+
+@pytest.mark.gpu
+class TestConformance(KernelSuite):
+    backend = "liger"
+    devices = ("cuda",)
+
+
+def function_of(spec):
+    module, _, name = spec.target.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+def small_samples(spec, most):
+    """The names of the samples that the interpreter does in a moment: it runs a program for each row or token."""
+    contract = opslot.registry().contract(spec.op, spec.variant)
+    return [
+        sample.name
+        for sample in contract.samples("cpu", torch.float32, 0)
+        if sample.args[0].numel() // max(1, sample.args[0].shape[-1]) <= most
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("spec", INTERPRETED, ids=str)
+def test_values_and_gradients_in_the_interpreter(spec, interpreter):
+    samples = small_samples(spec, 40 if spec.op != "rotary_pos_emb" else 80)
+    assert len(samples) >= 8
+    check(spec.op, spec.variant, function_of(spec), checks=("gradients", "frozen"), samples=samples)
+
+
+@pytest.mark.parametrize("spec", INTERPRETED, ids=str)
+def test_a_few_samples_in_half_precision_compiled_and_without_side_effects(spec, interpreter):
+    function, few = function_of(spec), small_samples(spec, 20)[:3]
+    check(spec.op, spec.variant, function, checks=("gradients", "arguments"), samples=few, dtype="float16")
+    check(spec.op, spec.variant, function, checks=("arguments", "twice", "double_backward", "state"), samples=few)
+    check(spec.op, spec.variant, function, checks=("custom_ops",), samples=few[:1])
+
+
+@pytest.mark.parametrize("spec", INTERPRETED, ids=str)
+def test_compiled_in_one_graph(spec, interpreter):
+    contract = opslot.registry().contract(spec.op, spec.variant)
+    name = small_samples(spec, 20)[0]
+    sample = next(s for s in contract.samples("cpu", torch.float32, 0) if s.name == name)
+    torch._dynamo.reset()
+    compiled = torch.compile(function_of(spec), fullgraph=True, backend="aot_eager")
+    leaves = [a for a in sample.args if isinstance(a, torch.Tensor) and a.requires_grad]
+    results = []
+    for function in (contract.load_reference(), compiled):
+        out = function(*sample.args, **sample.kwargs)
+        outputs = out if isinstance(out, tuple) else (out,)
+        incoming = [o.detach().cos() for o in outputs]
+        results.append([*outputs, *torch.autograd.grad(outputs, leaves, incoming)])
+    for got, expected in zip(*results[::-1], strict=True):
+        torch.testing.assert_close(got, expected, rtol=2e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_shapes_without_data(spec):
+    """On the meta device nothing runs: shapes and dtypes are those of the reference."""
+    contract = opslot.registry().contract(spec.op, spec.variant)
+    if spec.op == "moe_experts":
+        pytest.skip("liger's experts ask how many tokens each expert has")
+    samples = [s for s in contract.samples("meta", torch.float32, 0) if s.name != "tables of any numbers"]
+    for sample in samples[:6]:
+        outs = [f(*sample.args, **sample.kwargs) for f in (function_of(spec), contract.load_reference())]
+        for got, expected in zip(*(o if isinstance(o, tuple) else (o,) for o in outs), strict=True):
+            assert (got.shape, got.dtype, got.device) == (expected.shape, expected.dtype, expected.device), sample.name
+
+
+def test_the_backend_is_data():
+    code = (
+        "import sys, opslot_backends.liger as b\n"
+        "loaded = [m for m in ('torch', 'triton', 'liger_kernel', 'numpy') if m in sys.modules]\n"
+        "assert not loaded, loaded"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_rocm_by_spec_and_nothing_else():
+    for spec in SPECS:
+        assert spec.unmet(Device("rocm", "gfx942")) == ()
+        assert spec.unmet(Device("cuda", "sm_90")) == ()
+        assert "needs a cuda or rocm device" in spec.unmet(Device("npu", "Ascend910B3"))[0]
+
+
+def test_what_veomni_calls_it_is_the_same_kernel():
+    known = opslot.registry()
+    for spec in SPECS:
+        assert known.offer(spec.op, spec.variant, "liger_kernel").spec == spec
