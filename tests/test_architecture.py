@@ -17,6 +17,7 @@ SOURCES = [path for member in MEMBERS for path in sorted(member.glob("src/**/*.p
 # Module roots each package may import besides the standard library and itself.
 MAY_IMPORT = {
     "core": {"packaging", "yaml", "torch", "matplotlib", "triton", "numpy"},
+    "backend-liger": {"opslot", "torch", "liger_kernel"},
     "backend-torch": {"opslot", "torch"},
     "models": {"opslot", "torch", "transformers", "matplotlib", "opslot_patchgen"},
     "patchgen": {"libcst"},

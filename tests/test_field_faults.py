@@ -8,7 +8,13 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-FOLDERS = {"core": "core", "torch": "backend-torch", "models": "models", "patchgen": "patchgen"}
+FOLDERS = {
+    "core": "core",
+    "liger": "backend-liger",
+    "torch": "backend-torch",
+    "models": "models",
+    "patchgen": "patchgen",
+}
 CLASSES = [f"C{number:02}" for number in range(1, 25)]
 ROWS = {
     cells[0]: cells

@@ -38,10 +38,14 @@ def resolved(*options):
 
 
 def test_the_default_install_is_light():
-    names = resolved()
+    names = resolved("--no-dev")
     assert set(MEMBERS.values()) <= names
-    assert {"torch", "transformers", "pytest"} <= names
+    assert {"torch", "transformers"} <= names
     assert not names & VENDOR
+    # A developer's has Liger too, pure Python whose kernels run in Triton's interpreter.
+    names = resolved()
+    assert {"pytest", "backend-liger"} <= names
+    assert names & VENDOR == {"liger-kernel"}
 
 
 @pytest.mark.parametrize("member", MEMBERS)
@@ -63,7 +67,13 @@ def test_the_core_declares_no_torch():
 @pytest.mark.parametrize(("group", "foreign"), [("cuda", {"torch-npu"}), ("rocm", VENDOR - {"liger-kernel"}),
                                                 ("npu", VENDOR - {"torch-npu"})])  # fmt: skip
 def test_an_accelerator_group_brings_no_other_vendor(group, foreign):
-    assert not resolved("--group", group) & foreign
+    assert not resolved("--no-default-groups", "--group", group) & foreign
+
+
+def test_liger_alone_brings_no_other_vendor():
+    names = resolved("--package", "opslot-backend-liger")
+    assert names & VENDOR == {"liger-kernel"}
+    assert not {"transformers", "accelerate", "matplotlib"} & names
 
 
 def test_the_lock_names_one_index_which_is_uvs_default():

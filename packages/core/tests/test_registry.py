@@ -55,6 +55,22 @@ def test_auto_takes_the_highest_usable_band_and_says_so(known):
     assert known.choose("scale", "standard", "auto", CPU, ("bfloat16",)).offer.spec.name == "half"
 
 
+def test_auto_says_where_its_priority_was_measured(known, make_kernel):
+    tuned = make_kernel("tuned", priority=Priority.TUNED, measured="docs/results/h200-bench.json")
+    known.add(Backend(api=1, kernels=(tuned,)), "b")
+    reason = known.choose("scale", "standard", "auto", CPU, ("float32",)).reason
+    assert reason == "auto: TUNED is the highest band usable on cpu, measured in docs/results/h200-bench.json"
+
+
+@pytest.mark.parametrize(
+    "limit", [{"float32": 1.2}, ("float32", 1.2), (("float32", 1.0),), (("float32", "2"),), (("fp32", 1.2),), "float32"]
+)
+def test_a_limit_of_accuracy_is_pairs_of_a_dtype_and_a_factor(make_kernel, limit):
+    with pytest.raises(opslot.SpecError, match=r"rms_error|torch's name of a floating dtype"):
+        make_kernel("loose", rms_error=limit)
+    assert make_kernel("loose", rms_error=(("float32", 1.2),)).rms_error == (("float32", 1.2),)
+
+
 def test_auto_says_why_it_is_eager(known, make_kernel):
     assert known.choose("scale", "other", "auto", CPU).reason == "auto: no installed backend offers a kernel"
     known.add(Backend(api=1, kernels=(make_kernel("byname", variant="other", priority=Priority.BY_NAME),)), "b")

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from opslot import Backend, KernelSpec, OpContract, Registry, Sample, TargetError, Tolerance, UnknownKernel
 from opslot.ops.cross_entropy_loss import cross_entropy_loss
+from opslot.ops.glu import glu
 from opslot.ops.moe_experts import moe_experts
 from opslot.ops.rms_norm import rms_norm
 from opslot.testing import check, poisoned_memory
@@ -307,3 +308,34 @@ def test_poisoned_memory_is_poisoned_inside_only():
         raise RuntimeError("leave early")
     assert torch.are_deterministic_algorithms_enabled() == enabled
     assert torch.utils.deterministic.fill_uninitialized_memory == fill
+
+
+def a_little_worse(gate, up):
+    # Two more roundings than eager makes.
+    return ((glu(gate, up) * 3).to(gate.dtype) / 3).to(gate.dtype)
+
+
+def test_a_stated_limit_of_accuracy_takes_the_place_of_the_general_one(monkeypatch):
+    known = Registry()
+    contract = opslot.registry().contract("glu", "swiglu")
+    known.add(Backend(api=1, contracts=(contract,), device_kinds=opslot.ops.BACKEND.device_kinds), "here")
+    for name, limit in (("none", ()), ("enough", (("float32", 3.0),)), ("half", (("float16", 3.0),))):
+        known.register(KernelSpec(op="glu", variant="swiglu", name=name, target=a_little_worse, rms_error=limit))
+    monkeypatch.setattr(opslot.testing._subject, "registry", lambda: known)
+    check("glu", "swiglu", "enough", checks=("accuracy",), samples=("three dimensions",))
+    for name in ("none", "half"):
+        with pytest.raises(AssertionError, match=r"RMS error .* times eager's .* allowed 1.05"):
+            check("glu", "swiglu", name, checks=("accuracy",), samples=("three dimensions",))
+
+
+def test_samples_by_name():
+    seen = []
+
+    def noting(gate, up):
+        seen.append(tuple(gate.shape))
+        return glu(gate, up)
+
+    check("glu", "swiglu", noting, checks=("values",), samples=("one element", "no rows"))
+    assert set(seen) == {(1, 1), (0, 16)}
+    with pytest.raises(ValueError, match=r"glu/swiglu has no sample 'on elment'; it has three dimensions, odd sizes"):
+        check("glu", "swiglu", noting, samples=("on elment",))

@@ -21,8 +21,9 @@ from ._implementation import require
 IMPLEMENTATION = require(ops.cross_entropy_forward, "cross_entropy_loss", verified=("triton", "cutedsl"))
 
 # Elements of the logits that exist at one time, 512 MiB in bfloat16. Each chunk reads and writes the gradient of the
-# whole head once, in float32, so fewer rows cost time.
+# whole head once, in float32: on an H200 a tenth of the time of the products at 2048 rows, a fifth at 1024.
 _LOGITS = 2**28
+_LEAST_ROWS = 2048
 
 _Primitive = Callable[..., tuple[Tensor, Any, Any, Any, Tensor]]
 
@@ -211,8 +212,8 @@ def _outputs(
 
 
 def _slices(rows: int, vocabulary: int) -> Iterator[slice]:
-    """As few chunks as the limit allows, of even size."""
-    chunks = max(1, -(-rows // max(1, _LOGITS // vocabulary)))
+    """As few chunks as the limits allow, of even size."""
+    chunks = max(1, -(-rows // max(_LEAST_ROWS, _LOGITS // vocabulary)))
     size = -(-rows // chunks)
     return (slice(start, min(start + size, rows)) for start in range(0, rows, max(1, size)))
 
