@@ -49,6 +49,13 @@ def wrong_when_large(x, weight):
     return x @ weight * (1.1 if x.shape[0] >= LARGE else 1)
 
 
+def one_wrong_when_large(x, weight):
+    out = x @ weight
+    if x.shape[0] >= LARGE:  # by what the mean of all elements does not show
+        out = out + 1e-3 * (torch.arange(out.numel()) == 0).view(out.shape)
+    return out
+
+
 def raising_when_large(x, weight):
     if x.shape[0] >= LARGE:
         raise torch.OutOfMemoryError("out of memory: tried to allocate 9.00 GiB")
@@ -431,7 +438,7 @@ def test_relative_rms_in_pieces(monkeypatch):
     monkeypatch.setattr(measure, "_CHUNK", 3)
     pieces = measure._Deviation.of("it", torch.arange(10.0), torch.ones(10))
     assert pieces.relative == pytest.approx(whole.relative)
-    assert pieces.largest == whole.largest
+    assert (pieces.worst, pieces.largest) == (whole.worst, whole.largest) == (8.0, 1.0)
 
 
 @pytest.mark.parametrize(
@@ -459,6 +466,7 @@ def test_what_fails_verification_is_not_ranked_nor_measured(offering, run, resul
     ("kernel", "error"),
     [
         (wrong_when_large, "at this shape: output 0 is wrong: RMS "),
+        (one_wrong_when_large, "at this shape: output 0 is wrong: its worst element is "),
         (raising_when_large, "at this shape: torch.OutOfMemoryError: out of memory: tried to allocate 9.00 GiB"),
         (raising_in_backward, "at this shape: ZeroDivisionError: in backward"),
     ],
@@ -641,7 +649,7 @@ def test_bad_input_is_refused_with_what_would_work_before_anything_runs(
 ):
     offering(spec("far", transposed, requires=Requires(devices=("cuda",))))
     monkeypatch.setattr(bench, "measure", None)
-    error = run(*arguments, code=1).err
+    error = run(*arguments, code=2).err
     for message in messages:
         assert message in error
 
@@ -664,7 +672,7 @@ def test_bad_files_of_shapes(offering, run, tmp_path, text, message):
     file = tmp_path / "shapes.json"
     if text is not None:
         file.write_text(text)
-    assert message in run("--shapes", str(file), code=1).err
+    assert message in run("--shapes", str(file), code=2).err
 
 
 def test_ops_are_found_by_alias_and_those_without_a_workload_refused(offering, capsys):
@@ -675,9 +683,9 @@ def test_ops_are_found_by_alias_and_those_without_a_workload_refused(offering, c
     capsys.readouterr()
     assert main(["bench", "project", *common]) == 0
     assert "project/bare brings no workload and is left out" in capsys.readouterr().err
-    assert main(["bench", "project/bare", *common]) == 1
+    assert main(["bench", "project/bare", *common]) == 2
     assert "no workload to measure; these do: project/standard" in capsys.readouterr().err
-    assert main(["bench", "projekt", *common]) == 1
+    assert main(["bench", "projekt", *common]) == 2
     assert "did you mean 'project'" in capsys.readouterr().err
 
 
@@ -749,7 +757,7 @@ def test_the_chart_shows_medians_quartiles_and_names_what_failed(offering, run, 
 def test_without_matplotlib_output_is_refused_before_anything_runs(offering, run, tmp_path, monkeypatch):
     offering()
     monkeypatch.setattr("opslot.tools.chart.find_spec", lambda name: None)
-    assert "pip install 'opslot[bench]'" in run("--output", str(tmp_path / "new"), code=1).err
+    assert "pip install 'opslot[bench]'" in run("--output", str(tmp_path / "new"), code=2).err
     assert not (tmp_path / "new").exists()
     run("--shape", "small", "--json")
 
@@ -758,7 +766,7 @@ def test_an_output_that_is_a_file(offering, run, tmp_path, monkeypatch):
     offering()
     monkeypatch.setattr("opslot.tools.chart.find_spec", lambda name: True)
     (tmp_path / "taken").write_text("")
-    assert "is a file; it must be a folder" in run("--output", str(tmp_path / "taken"), code=1).err
+    assert "is a file; it must be a folder" in run("--output", str(tmp_path / "taken"), code=2).err
 
 
 def test_figures_that_are_not_finite_are_null_in_json(tmp_path):

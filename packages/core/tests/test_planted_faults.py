@@ -104,6 +104,17 @@ def always_silu(hidden_states, weight, bias=None, activation=None, *, cu_seqlens
     return causal_conv1d(hidden_states, weight, bias, "silu", cu_seqlens=cu_seqlens)
 
 
+def four_weights_at_most(hidden_states, weight, bias=None, activation=None, *, cu_seqlens=None):
+    return causal_conv1d(hidden_states, weight[:, -4:], bias, activation, cu_seqlens=cu_seqlens)
+
+
+def two_value_heads_for_a_key(query, key, value, g, beta, **keywords):
+    if value.shape[2] == 3 * key.shape[2]:
+        heads = torch.arange(value.shape[2]) // 2 % key.shape[2]
+        query, key = query[:, :, heads], key[:, :, heads]
+    return chunk_gated_delta_rule(query, key, value, g, beta, **keywords)
+
+
 def whole_head_rotated(q, k, cos, sin, unsqueeze_dim=1):
     more = q.shape[-1] - cos.shape[-1]
     return rotary_pos_emb(q, k, F.pad(cos, (0, more), value=1.0), F.pad(sin, (0, more)), unsqueeze_dim)
@@ -404,6 +415,16 @@ def wrong_when_another_is_frozen(gate, up):
     return _WrongWhenFrozen.apply(gate, up)
 
 
+def tables_without_gradient(q, k, cos, sin, unsqueeze_dim=1):
+    return rotary_pos_emb(q, k, cos.detach(), sin.detach(), unsqueeze_dim)
+
+
+def learnt_tables_refused(q, k, cos, sin, unsqueeze_dim=1):
+    if torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad):
+        raise KernelUnavailable("tables that require a gradient")
+    return rotary_pos_emb(q, k, cos, sin, unsqueeze_dim)
+
+
 def always_recording(x, weight, eps):
     with torch.inference_mode(False), torch.enable_grad():
         return rms_norm(x.clone(), weight.clone().requires_grad_(), eps)
@@ -683,6 +704,15 @@ PLANTS = [
     Plant("C01", "glu", "geglu_tanh", exact_gelu_for_tanh, "values", "output 0 is wrong"),
     Plant("C01", "glu", "swiglu_clamped", limit_ignored, "values", "output 0 is wrong"),
     Plant("C01", "causal_conv1d", "standard", always_silu, "values", "output 0 is wrong"),
+    Plant("C01", "causal_conv1d", "standard", four_weights_at_most, "values", "'width 7'.*output 0 is wrong"),
+    Plant(
+        "C01",
+        "chunk_gated_delta_rule",
+        "standard",
+        two_value_heads_for_a_key,
+        "values",
+        "'three value heads for a key'.*output 0 is wrong",
+    ),
     Plant("C01", "rotary_pos_emb", "partial", whole_head_rotated, "values", "output 0 is wrong"),
     Plant("C02", "rms_norm", "zero_centered", one_added_in_half, "values", "output 0 is wrong", dtype="bfloat16"),
     Plant(
@@ -748,8 +778,15 @@ PLANTS = [
     balance(softmax_twice, "values", "output 0 is wrong", "C10"),
     balance(mask_ignored, "values", "output 0 is wrong", "C10"),
     norm(weight_without_gradient, "gradients", "the gradient of weight .* is missing", "C12"),
+    rotary(
+        tables_without_gradient,
+        "gradients",
+        "'learnt tables'.*the gradient of cos .* is missing",
+        "C12",
+        twin=learnt_tables_refused,
+    ),
     gated(wrong_when_another_is_frozen, "frozen", r"the gradient of up \(everything else frozen\) is wrong", "C12"),
-    norm(always_recording, "no_grad", "output 0 has requires_grad True", "C12"),
+    norm(always_recording, "no_grad", "output 0 under no_grad has requires_grad True", "C12"),
     gated(
         second_derivative_left_out(),
         "double_backward",
@@ -872,6 +909,11 @@ def test_the_check_passes_the_kernel_without_the_fault(plant):
     twin = plant.twin or opslot.registry().contract(plant.op, plant.variant).load_reference()
     claims = {} if plant.check == "refusals" else plant.claims
     assert raised_by(replace(plant, claims=claims), twin) == ""
+
+
+@pytest.mark.parametrize("check", ["values", "arguments", "frozen", "no_grad", "memory", "state", "twice"])
+def test_no_check_counts_an_honest_refusal_as_a_fault(check):
+    CHECKS[check](Subject.of("rotary_pos_emb", "full", learnt_tables_refused), 0)
 
 
 # C07: 32-bit offsets. This plant's wrap around at 2**10, and the workload is as much smaller than those on a GPU.

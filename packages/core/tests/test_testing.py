@@ -76,7 +76,7 @@ def always_recording(x, weight, eps):
         (of_the_wrong_shape, "float32", "output 0 has shape"),
         (two_outputs, "float32", "2 outputs, the reference has 1"),
         (detached, "float32", "the gradient of weight .* is missing"),
-        (always_recording, "float32", "output 0 has requires_grad True"),
+        (always_recording, "float32", "output 0 under no_grad has requires_grad True"),
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )

@@ -176,7 +176,7 @@ def test_what_a_kernel_leaves_behind_holds_nobody_up(site, kernel, failed):
     ],
 )
 def test_what_cannot_be_verified_says_why(site, arguments, error):
-    assert re.search(error, site.python("-m", "opslot", "verify", *arguments, code=1))
+    assert re.search(error, site.python("-m", "opslot", "verify", *arguments, code=2))
 
 
 def test_eager_passes(site):

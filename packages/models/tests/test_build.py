@@ -1,9 +1,12 @@
 import json
+from importlib.metadata import distributions
 
 import opslot
 import pytest
 import torch
-from opslot import BindError, OpslotError
+from opslot import BindError, OpslotError, _discovery
+from opslot.ops.causal_conv1d import causal_conv1d
+from opslot.ops.rms_norm import rms_norm
 from opslot_models import build_foundation_model, families
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -16,6 +19,17 @@ def checkpoint(config, tmp_path):
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config()).save_pretrained(tmp_path / "hub")
     return tmp_path / "hub"
+
+
+@pytest.fixture
+def more_kernels(monkeypatch):
+    """Kernels that are there and cannot be bound to every model on a CPU."""
+    known = _discovery.discover(distributions())
+    npu = opslot.Requires(devices=("npu",))
+    known.register(opslot.KernelSpec(op="rms_norm", name="half", target=rms_norm, dtypes=("bfloat16",)))
+    known.register(opslot.KernelSpec(op="rms_norm", name="elsewhere", target=rms_norm, requires=npu))
+    known.register(opslot.KernelSpec(op="causal_conv1d", name="torch_like", target=causal_conv1d))
+    monkeypatch.setattr(_discovery, "_registry", known)
 
 
 def keys(folder):
@@ -74,6 +88,39 @@ def test_a_checkpoint_in_a_subfolder(checkpoint):
 def test_a_mistake_in_the_choice_is_noticed_before_anything_is_loaded(tmp_path):
     with pytest.raises(opslot.ConfigError, match="unknown field 'rms_nrom'"):
         build_foundation_model(tmp_path / "nowhere", {"rms_nrom": "torch"})
+
+
+@pytest.mark.parametrize(
+    ("ops", "error", "problem"),
+    [
+        ({"modules": {"model.layers.7.*": {"rms_norm": "eager"}}}, opslot.ConfigError, "no module of .* matches"),
+        ({"rms_norm": "half"}, opslot.KernelUnavailable, "takes bfloat16"),
+        ({"rms_norm": "elsewhere"}, opslot.KernelUnavailable, "needs a npu device"),
+        ({"strict": True, "causal_conv1d": "torch_like"}, opslot.ConfigError, "has no slot for causal_conv1d"),
+    ],
+)
+def test_what_cannot_be_bound_is_refused_before_weights_are_read(checkpoint, more_kernels, ops, error, problem):
+    (checkpoint / "model.safetensors").write_bytes(b"reading this raises another error")
+    with pytest.raises(error, match=problem):
+        build_foundation_model(checkpoint, ops, device="cpu")
+
+
+def test_a_choice_is_judged_by_the_dtype_that_is_asked_for(checkpoint, more_kernels):
+    model = build_foundation_model(checkpoint, {"rms_norm": "half"}, dtype=torch.bfloat16, device="cpu")
+    assert model.model.norm.rms_norm_op.kernel is not None
+
+
+def test_judging_the_choice_first_leaves_no_trace(config, caplog):
+    caplog.set_level("INFO", "opslot")
+    mine = config(attn_implementation="eager", dtype="float32")
+    before = mine.to_dict()
+    torch.manual_seed(3)
+    model = build_foundation_model(mine, {"glu": "torch"}, device="cpu")
+    torch.manual_seed(3)
+    stock = AutoModelForCausalLM.from_config(config())
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), stock.parameters(), strict=True))
+    assert [record.opslot_binding for record in caplog.records] == [model.opslot_binding]
+    assert mine.to_dict() == before
 
 
 def test_a_family_that_is_not_generated():

@@ -1,12 +1,17 @@
 """Building: a generated model from a config or a checkpoint, with its kernels bound."""
 
-from collections.abc import Mapping
+import copy
+import logging
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from opslot import BindError, OpsConfig, OpslotError, bind, registry
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from ._attention import choosing_attention
 from ._families import generated_module
@@ -49,10 +54,14 @@ def build_foundation_model(
     model: Any
     with choosing_attention(ops):
         if isinstance(config_or_path, PreTrainedConfig):
-            model = _model_class(config_or_path, architecture)._from_config(config_or_path, **kwargs)
+            cls = _model_class(config_or_path, architecture)
+            _rehearse(cls, config_or_path, ops, device, kwargs)
+            model = cls._from_config(config_or_path, **kwargs)
         else:
             config = AutoConfig.from_pretrained(config_or_path, **{k: v for k, v in kwargs.items() if k in _HUB})
-            model = _load(_model_class(config, architecture), str(config_or_path), kwargs)
+            cls = _model_class(config, architecture)
+            _rehearse(cls, config, ops, device, kwargs)
+            model = _load(cls, str(config_or_path), kwargs)
     model.opslot_binding = bind(model, ops, device=device)
     built: PreTrainedModel = model
     return built
@@ -68,6 +77,48 @@ def _model_class(config: PreTrainedConfig, architecture: str | None) -> type[Pre
         raise OpslotError(f"{config.model_type} has no architecture {name!r}; it has: {', '.join(heads)}")
     cls: type[PreTrainedModel] = getattr(module, name)
     return cls
+
+
+def _rehearse(
+    cls: type[PreTrainedModel], config: PreTrainedConfig, ops: OpsConfig, device: Any, kwargs: Mapping[str, Any]
+) -> None:
+    """Bind a model without weights, so that what `bind` refuses costs seconds and not the time that weights take.
+
+    A probe runs on real weights' device later. Where it is not known before loading what the model will be, nothing is
+    refused here.
+    """
+    config = copy.deepcopy(config)
+    for name in kwargs.keys() - {"dtype", "attn_implementation"}:
+        if hasattr(config, name):  # as `from_pretrained` overrides a config
+            setattr(config, name, kwargs[name])
+    dtype = kwargs.get("dtype", "auto")
+    dtype = config.dtype if dtype == "auto" else dtype
+    quantized = "quantization_config" in kwargs or getattr(config, "quantization_config", None) is not None
+    # Under DeepSpeed's third stage every new model is taken apart.
+    if not isinstance(dtype, str | torch.dtype) or quantized or is_deepspeed_zero3_enabled():
+        return
+    attention = {name: kwargs[name] for name in ("attn_implementation",) if name in kwargs}
+    make: Any = cls._from_config
+    with torch.device("meta"):
+        model = make(config, dtype=dtype, **attention)
+    with _unheard():
+        bind(model, ops, device=device, probe=False)
+
+
+@contextmanager
+def _unheard() -> Iterator[None]:
+    """Whoever listens to opslot's log for binds hears of none that this thread does meanwhile."""
+    thread = threading.get_ident()
+    logger = logging.getLogger("opslot")
+
+    def of_others(record: logging.LogRecord) -> bool:
+        return record.thread != thread
+
+    logger.addFilter(of_others)
+    try:
+        yield
+    finally:
+        logger.removeFilter(of_others)
 
 
 def _load(cls: type[PreTrainedModel], path: str, kwargs: dict[str, Any]) -> PreTrainedModel:

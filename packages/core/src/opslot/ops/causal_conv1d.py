@@ -76,9 +76,9 @@ def samples(device: torch.device | str, dtype: torch.dtype, seed: int) -> Iterat
         x = draw.normal(batch, length, channels).transpose(1, 2)
         return Sample(name, (leaf(x), leaf(draw.normal(channels, width, scale=width**-0.5))), keywords)
 
-    def packed(name: str, *ends: int, dtype: torch.dtype = torch.int64, **keywords: Any) -> Sample:
+    def packed(name: str, *ends: int, width: int = 4, dtype: torch.dtype = torch.int64, **keywords: Any) -> Sample:
         cu_seqlens = torch.tensor((0, *ends), dtype=dtype, device=device)
-        return case(name, 1, 8, ends[-1], 4, cu_seqlens=cu_seqlens, **keywords)
+        return case(name, 1, 8, ends[-1], width, cu_seqlens=cu_seqlens, **keywords)
 
     def bias(channels: int) -> torch.Tensor:
         return leaf(draw.normal(channels))
@@ -88,7 +88,9 @@ def samples(device: torch.device | str, dtype: torch.dtype, seed: int) -> Iterat
     yield case("no activation", 2, 24, 9, 4)
     yield case("bias", 2, 24, 9, 4, bias=bias(24), activation="silu")
     yield case("bias, no activation", 2, 24, 9, 4, bias=bias(24))
+    yield case("width 1, which has no past", 2, 8, 9, 1, activation="silu", bias=bias(8))
     yield case("width 2", 2, 8, 9, 2, activation="silu")
+    yield case("width 7", 2, 8, 9, 7, activation="silu")
     yield case("odd sizes", 3, 3, 1025, 3, activation="silu", bias=bias(3))
     yield case("many channels", 1, 1025, 5, 4, activation="silu")
     yield case("shorter than the weights", 2, 8, 2, 4, activation="silu")
@@ -99,6 +101,7 @@ def samples(device: torch.device | str, dtype: torch.dtype, seed: int) -> Iterat
     yield packed("packed", 3, 6, activation="silu", bias=bias(8))
     yield packed("packed, no activation", 5, 11, 18)
     yield packed("packed, int32", 64, 65, 130, dtype=torch.int32, activation="silu")
+    yield packed("packed, width 7", 5, 6, 17, width=7, activation="silu")
     yield packed("packed, one empty", 3, 3, 6, activation="silu", bias=bias(8))
     yield packed("packed, single tokens", 1, 2, 3, 4, 5, activation="silu")
     yield packed("packed, one sequence", 9, activation="silu")

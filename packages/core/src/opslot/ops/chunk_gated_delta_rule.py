@@ -169,6 +169,8 @@ def samples(device: torch.device | str, dtype: torch.dtype, seed: int) -> Iterat
     yield case("three chunks", 1, 130, 2, 1, 8, 8, **norm, **final)
     yield case("many tokens", 1, 1025, 1, 1, 4, 4, **norm)
     yield case("many features", 1, 3, 1, 1, 5, 1025, **norm)
+    yield case("three value heads for a key", 2, 9, 6, 3, 8, 8, **norm)
+    yield case("real heads", 1, 66, 1, 1, 128, 128, **norm, **final)
     yield case("one head", 3, 3, 1, 1, 3, 5, **norm)
     yield case("one feature", 1, 5, 2, 1, 1, 1)
     yield case("one token, with states", 2, 1, 4, 4, 8, 8, initial_state=state(2, 4, 8, 8), **final, **norm)

@@ -168,6 +168,8 @@ def _samples(draw: Draw, width: Callable[[int], int], *, once: bool = False) -> 
     free = draw.normal(2, 4, width(8)), draw.normal(2, 4, width(8))
     yield Sample("tables of any numbers", (heads(2, 4, 2, 8), heads(2, 4, 2, 8), *free))
     yield Sample("float32 tables", (heads(2, 4, 2, 8), heads(2, 4, 1, 8), *tables(2, 4, 8, wide)))
+    # Which a kernel may refuse: angles are seldom learnt.
+    yield Sample("learnt tables", (heads(2, 4, 2, 8), heads(2, 4, 1, 8), *map(leaf, tables(2, 4, 8))))
     yield Sample("no tokens", (heads(2, 0, 2, 8), heads(2, 0, 1, 8), *tables(2, 0, 8)))
 
 

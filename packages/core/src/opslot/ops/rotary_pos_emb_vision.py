@@ -74,6 +74,8 @@ def samples(device: torch.device | str, dtype: torch.dtype, seed: int) -> Iterat
     # Nothing says that both halves of a table agree.
     free = draw.normal(5, 8, dtype=wide), draw.normal(5, 8, dtype=wide)
     yield Sample("tables of any numbers", (*pair(5, 2, 8), *free))
+    # Which a kernel may refuse: angles are seldom learnt.
+    yield Sample("learnt tables", (*pair(5, 2, 8), *map(leaf, tables(5, 8))))
     yield Sample("no patches", (*pair(0, 2, 8), *tables(0, 8)))
 
 

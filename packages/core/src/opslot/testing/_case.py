@@ -138,8 +138,15 @@ class Case:
                     yield f"of output {place} alone", [gradient if i == place else None for i in range(len(dense))]
 
     def expected(self, incoming: Sequence[torch.Tensor | None]) -> dict[str, torch.Tensor | None]:
-        """The gradients of the reference in float64."""
-        return self.exact.gradients([None if g is None else exactly(g) for g in incoming])
+        """The gradients of the reference in float64. Those of the last `incoming` are kept."""
+        if not self._expected or self._expected[-1][0] is not incoming:
+            found = self.exact.gradients([None if g is None else exactly(g) for g in incoming])
+            self._expected[:] = [(incoming, found)]
+        return self._expected[-1][1]
+
+    @cached_property
+    def _expected(self) -> list[tuple[Sequence[torch.Tensor | None], dict[str, torch.Tensor | None]]]:
+        return []
 
     def assert_unchanged(self, by: str) -> None:
         import torch

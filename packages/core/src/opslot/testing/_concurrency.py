@@ -3,25 +3,33 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from itertools import islice
+from threading import Barrier, BrokenBarrierError
 
 from ._case import Case, Run, assert_random_gradients
 from ._subject import FEW, Subject
 
 
 def threads(subject: Subject, seed: int) -> None:
-    """Two threads at once, each with samples of its own, get what one gets."""
-    cases = list(subject.cases(seed))
+    """Two threads at once, in the same shapes with other values, get what one gets."""
+    parts = [list(subject.cases(number)) for number in (seed, seed + 1)]
+    together = Barrier(2)  # calls of a few microseconds would miss each other
 
     def work(mine: list[Case]) -> list[tuple[Case, Run]]:
         found = []
-        for case in mine:
-            with case.noted():
-                found.append((case, case.run()))
+        try:
+            for case in mine:
+                with suppress(BrokenBarrierError):
+                    together.wait()
+                with case.noted():
+                    found.append((case, case.run()))
+        finally:
+            together.abort()  # so that an error here does not leave the other waiting
         return found
 
     with ThreadPoolExecutor(2) as pool:
-        futures = [pool.submit(work, part) for part in (cases, cases[::-1])]
+        futures = [pool.submit(work, part) for part in parts]
         for future in futures:
             for case, run in future.result():
                 with case.noted():

@@ -15,7 +15,8 @@ from opslot.tools.output import print_json, print_table, quiet_registry
 EXIT_CODES = (
     "exit codes: 0 done, or no difference (diff); 1 an error, a backend that failed to load (backends), a choice that "
     "cannot be (resolve), a difference (diff), a kernel that failed (bench), or a problem that was found (doctor, "
-    "verify); 2 wrong usage, or a file that cannot be compared (diff)"
+    "verify); 2 wrong usage, a file that cannot be compared (diff), or what cannot be judged at all, such as a name "
+    "that nothing has (bench, verify)"
 )
 
 
@@ -26,7 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
     except OpslotError as error:
         print(f"opslot: {error}", file=sys.stderr)
-        return 1
+        return 2 if options.run in (verify.run, bench.run) else 1  # whose 1 is a verdict on kernels
     except BrokenPipeError:  # the reader, such as head, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 1

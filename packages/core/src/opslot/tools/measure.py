@@ -22,6 +22,7 @@ from opslot import Device, Offer, OpContract, Tolerance
 from opslot._attempt import Failure, attempt
 from opslot._provenance import libraries
 from opslot._target import load_target
+from opslot.testing._accuracy import LARGEST
 
 if TYPE_CHECKING:
     import torch
@@ -120,8 +121,9 @@ def measure(
     kernels = [_Kernel(candidate, problem, meter) for candidate in candidates]
 
     eager, exact = _references(contract, problem, meter)
+    rounding = _largest_errors(eager, exact)
     for kernel in kernels:
-        kernel.attempt("at this shape", kernel.compare, eager, exact, contract.tolerances[setting.dtype])
+        kernel.attempt("at this shape", kernel.compare, eager, exact, rounding, contract.tolerances[setting.dtype])
     del eager, exact
     for kernel in kernels:
         kernel.attempt("measuring memory", kernel.note_memory)
@@ -256,6 +258,21 @@ def _references(contract: OpContract, problem: _Problem, meter: _Meter) -> tuple
     return eager, exact
 
 
+def _largest_errors(eager: Results | Failure, exact: Results | Failure) -> dict[str, float]:
+    if isinstance(eager, Failure) or isinstance(exact, Failure):
+        return {}
+    return {key: _Deviation.of(key, eager[key], value).worst for key, value in exact.items() if value is not None}
+
+
+def _check_worst(name: str, deviation: _Deviation, other: str, limit: float) -> None:
+    """What a mean over millions of elements does not show: a few that are wrong."""
+    if deviation.worst > limit:
+        raise AssertionError(
+            f"{name} is wrong: its worst element is {deviation.worst:.3g} from {other}, at most {limit:.3g} is "
+            f"allowed, by the contract's tolerance or {LARGEST:g} times eager's own largest error"
+        )
+
+
 def _tiny(contract: OpContract, device: torch.device, dtype: torch.dtype, seed: int) -> _Problem:
     """The contract's smallest sample that is not empty."""
     samples = load_target(contract.samples, f"the samples of {contract}")
@@ -289,7 +306,17 @@ class _Kernel:
             self.failure = f"{stage}: {outcome}"
             self.meter.release()
 
-    def compare(self, eager: Results | Failure, exact: Results | Failure, tolerance: Tolerance) -> None:
+    def compare(
+        self,
+        eager: Results | Failure,
+        exact: Results | Failure,
+        rounding: Mapping[str, float],
+        tolerance: Tolerance,
+    ) -> None:
+        """Note how far the results are from both. Raises `AssertionError` where that is too far.
+
+        `rounding` is the largest error of eager, by result, empty where nothing exact is there to tell.
+        """
         mine = self.problem.results(self.candidate.function, self._backward)
         for name, theirs in (("eager", eager), ("float64", exact)):
             if isinstance(theirs, Failure):
@@ -300,14 +327,19 @@ class _Kernel:
                 raise AssertionError(f"it gives {', '.join(mine)}; eager gives {', '.join(wanted)}")
             found = {key: _Deviation.of(key, mine[key], value) for key, value in wanted.items() if value is not None}
             self.deviations[name] = {key: deviation.relative for key, deviation in found.items()}
-            for key, deviation in found.items() if name == "eager" else ():
+            for key, deviation in found.items():
+                limit = tolerance.atol + tolerance.rtol * deviation.largest
+                if name == "float64":
+                    _check_worst(key, deviation, "its value in float64", max(limit, LARGEST * rounding.get(key, 0.0)))
+                    continue
                 # Two results within the tolerance of the exact one differ by at most twice the tolerance.
-                limit = 2 * (tolerance.atol + tolerance.rtol * deviation.largest)
-                if not deviation.rms <= limit:  # so that NaN counts as wrong
+                if not deviation.rms <= 2 * limit:  # so that NaN counts as wrong
                     raise AssertionError(
-                        f"{key} is wrong: RMS {deviation.rms:.3g} from eager's, at most {limit:.3g} is allowed, "
+                        f"{key} is wrong: RMS {deviation.rms:.3g} from eager's, at most {2 * limit:.3g} is allowed, "
                         "twice the contract's tolerance"
                     )
+                if isinstance(exact, Failure):
+                    _check_worst(key, deviation, "eager's", 2 * limit)
 
     def note_memory(self) -> None:
         self.memory = self.meter.extra_bytes(self.problem, self.candidate.function, self._backward)
@@ -359,10 +391,14 @@ class _Kernel:
 
 @dataclass(frozen=True)
 class _Deviation:
-    """How far a result is from another: the RMS of the difference, the same over the other's RMS, its largest value."""
+    """How far a result is from another: the RMS of the difference, the same over the other's RMS, and the largest.
+
+    `largest` is the largest value of the other.
+    """
 
     rms: float
     relative: float
+    worst: float
     largest: float
 
     @classmethod
@@ -373,16 +409,18 @@ class _Deviation:
             what = "missing" if mine is None else f"of shape {tuple(mine.shape)}"
             raise AssertionError(f"{name} is {what}, eager's is of shape {tuple(theirs.shape)}")
         wide = torch.promote_types(torch.promote_types(mine.dtype, theirs.dtype), torch.float32)
-        difference = square = largest = 0.0
+        difference = square = worst = largest = 0.0
         # In pieces, so that the wide copies stay small beside the results.
         for start in range(0, mine.numel(), _CHUNK):
             piece = slice(start, start + _CHUNK)
             a, b = mine.reshape(-1)[piece].to(wide), theirs.reshape(-1)[piece].to(wide)
-            difference += float(torch.where(a == b, 0.0, a - b).square().sum())
+            off = torch.where(a == b, 0.0, a - b)
+            difference += float(off.square().sum())
+            worst = max(worst, float(off.abs().max()))
             square += float(b.square().sum())
             largest = max(largest, float(b.abs().max()))
         relative = math.sqrt(difference / square) if square else math.inf if difference else 0.0
-        return cls(math.sqrt(difference / max(1, mine.numel())), relative, largest)
+        return cls(math.sqrt(difference / max(1, mine.numel())), relative, worst, largest)
 
 
 class _Meter:
