@@ -183,3 +183,19 @@ def test_eager_passes(site):
     arguments = ("glu/swiglu", "--kernel", "eager", "--device", "cpu", "--dtype", "float32", "--check", "values")
     printed = site.python("-m", "opslot", "verify", *arguments)
     assert "glu/swiglu  eager   float32  1       -" in printed
+
+
+def test_a_kernel_of_some_variants_is_verified_for_these():
+    import opslot
+    from opslot.tools.verify import plan
+
+    known = opslot.Registry()
+    known.add(opslot.ops.BACKEND, "opslot")
+    known.register(opslot.KernelSpec(op="rms_norm", variant="standard", name="mine", target=lambda x, weight, eps: x))
+    jobs, absent = plan(known, "rms_norm", "mine", "cpu", ["float32"], ["values"], 0)
+    assert [(job.variant, job.kernel) for job in jobs] == [("standard", "mine")]
+    assert absent == []
+    with pytest.raises(opslot.UnknownKernel, match="no kernel 'mien' for rms_norm"):
+        plan(known, "rms_norm", "mien", "cpu", ["float32"], ["values"], 0)
+    with pytest.raises(opslot.UnknownKernel, match="no kernel 'mine' for rms_norm/unweighted"):
+        plan(known, "rms_norm/unweighted", "mine", "cpu", ["float32"], ["values"], 0)

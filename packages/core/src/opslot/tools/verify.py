@@ -130,14 +130,15 @@ def plan(
     """
     there = known.describe(device)
     jobs, absent, named = [], [], 0
+    missing: list[UnknownKernel] = []
     for contract in _contracts(known, op):
         offers = [] if kernel == EAGER else known.offers(*contract.key)
         if kernel is not None and kernel != EAGER:
             try:
                 offers = (known.offer(*contract.key, kernel),)
-            except UnknownKernel:
+            except UnknownKernel as error:
                 if op is not None:
-                    raise
+                    missing.append(error)
                 continue
         named += 1
         subjects = [(o.spec.name if _alone(o, offers) else o.selector, o.spec) for o in offers]
@@ -152,6 +153,8 @@ def plan(
                     raise OpslotError(f"{contract} has tolerances for {valid}, not for {dtype!r}")
                 jobs += [Job(*contract.key, name, device, dtype, check, seed) for check in checks]
     if kernel is not None and not named:
+        if missing:
+            raise missing[0]
         raise UnknownKernel(f"no op has a kernel {kernel!r}{known.missing()}: see `opslot list`")
     if kernel is not None and absent and not jobs:
         raise OpslotError(f"{absent[0][0]} cannot run on {there}: {absent[0][1]}")
