@@ -13,6 +13,23 @@ os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--once", action="store_true", help="of each parametrised test only the first that needs no GPU")
+
+
+@pytest.hookimpl(trylast=True)  # after -m and -k have chosen
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.option.once:
+        return
+    first: dict[str, pytest.Item] = {}
+    for item in items:
+        if not item.get_closest_marker("gpu"):
+            first.setdefault(item.nodeid.partition("[")[0], item)
+    kept = set(first.values())
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    items[:] = [item for item in items if item in kept]
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("gpu"):
         import torch

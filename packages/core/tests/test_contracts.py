@@ -19,7 +19,7 @@ CONTRACTS = opslot.registry().contracts()
 DTYPES = [torch.float32, torch.bfloat16]
 
 
-def slow(value):  # thirty contracts take a minute a dtype
+def slow(value):  # thirty contracts take a quarter of a minute a dtype
     return pytest.param(value, marks=pytest.mark.slow)
 
 
@@ -54,8 +54,10 @@ def assert_same(ours, theirs, inputs):
 @pytest.mark.parametrize("contract", CONTRACTS, ids=str)
 @pytest.mark.parametrize("dtype", [slow("float64"), "float32", "bfloat16", slow("float16")])
 def test_the_reference_keeps_its_own_contract(contract, dtype):
+    # Manners do not depend on the dtype.
+    checks = {} if dtype == "float32" else {"checks": ("values", "gradients")}
     with poisoned_memory():
-        check(contract.op, contract.variant, contract.load_reference(), dtype=dtype, seed=1)
+        check(contract.op, contract.variant, contract.load_reference(), dtype=dtype, seed=1, **checks)
 
 
 @pytest.mark.parametrize("contract", CONTRACTS, ids=str)

@@ -54,6 +54,7 @@ for family in {families!r}:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("before", "ops"), [("", "auto"), ("model(tokens, labels=tokens)", "eager")])
 def test_what_a_model_records_in_a_process_that_never_built_a_generated_one(before, ops):
     """transformers finds what to record by class, in a registry that only its own __init__ fills."""

@@ -17,6 +17,7 @@ def fresh_dynamo():
     torch._dynamo.reset()
 
 
+@pytest.mark.slow
 @every_family
 def test_the_whole_training_forward_is_one_graph(config, batch, every_kernel):
     """As in stock transformers, unbound and bound; and what is compiled computes the same."""
@@ -51,6 +52,7 @@ def gradients(model, loss):
     return {"loss": loss.detach()} | {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
 
+@pytest.mark.slow
 def test_rebinding_compiles_once_more_and_the_way_back_is_free(config, batch):
     model = build_foundation_model(config(output_router_logits=False), "eager", device="cpu")
     counter = CompileCounterWithBackend("eager")
