@@ -14,11 +14,11 @@ from torch.nn.functional import nll_loss, pad
 
 from ._autograd import first_order, matmul_dtype
 
-# Logits that exist at one time, in elements: on the CPU a chunk should stay in the cache. An accelerator gets 512 MiB
-# in float32; each chunk reads and writes the gradient of the whole weight once, so it should not be much smaller.
+# Logits that exist at one time, in elements: on the CPU a chunk should stay in the cache. An accelerator gets 1 GiB in
+# float32; each chunk reads and writes the gradient of the whole weight once, so it should not be much smaller.
 _LOGITS_ON_CPU = 2**20
-_LOGITS = 2**27
-_LEAST_ROWS = 512
+_LOGITS = 2**28
+_LEAST_ROWS = 1024
 
 
 def chunk_loss(
