@@ -73,6 +73,23 @@ def test_compiled_in_one_graph(spec, interpreter):
         torch.testing.assert_close(got, expected, rtol=2e-4, atol=2e-5)
 
 
+@pytest.mark.parametrize(("cosines", "sines"), [("half", "half"), ("float", "half"), ("half", "float")])
+@pytest.mark.parametrize("keys", ["float", "half"])
+def test_tables_in_a_narrower_dtype_round_neither_q_nor_k(cosines, sines, keys, interpreter):
+    contract = opslot.registry().contract("rotary_pos_emb", "full")
+    angle = torch.randn(1, 5, 4).repeat(1, 1, 2)
+    cos, sin = getattr(angle.cos(), cosines)(), getattr(angle.sin(), sines)()
+    q, k = torch.randn(1, 2, 5, 8, requires_grad=True), getattr(torch.randn(1, 1, 5, 8), keys)().requires_grad_()
+    kernel = importlib.import_module("opslot_backends.liger.rotary_pos_emb").rotary_pos_emb
+    results = []
+    for function in (kernel, contract.load_reference()):
+        outs = function(q, k, cos, sin)
+        results.append([*outs, *torch.autograd.grad(outs, (q, k), [out.detach().cos() for out in outs])])
+    for x, got, expected in zip((q, k) * 2, *results, strict=True):
+        exact = x.dtype == torch.float32
+        torch.testing.assert_close(got, expected, rtol=1e-5 if exact else 4e-3, atol=1e-6 if exact else 4e-3)
+
+
 @pytest.mark.parametrize("spec", SPECS, ids=str)
 def test_shapes_without_data(spec):
     """On the meta device nothing runs: shapes and dtypes are those of the reference."""

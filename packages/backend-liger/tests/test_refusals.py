@@ -52,6 +52,21 @@ def test_shapes_that_liger_would_read_past():
         rotary_pos_emb.rotary_pos_emb_half_table(q, k, *tables(1, 5, 8))
 
 
+@pytest.mark.parametrize("shape", [(1, 1, 7, 8), (2, 1, 5, 8), (1, 1, 5, 4), (1, 5, 8)])
+def test_keys_of_other_sizes_than_the_queries(shape):
+    """Liger goes over k by the sizes of q."""
+    for function, width in ((rotary_pos_emb.rotary_pos_emb, 8), (rotary_pos_emb.rotary_pos_emb_partial, 4)):
+        with pytest.raises(ValueError, match="differ in their number of heads alone"):
+            function(heads()[0], torch.randn(shape), *tables(1, 5, width))
+
+
+@pytest.mark.parametrize("unsqueeze_dim", [-3, -2, 0, 3])
+def test_heads_that_are_in_no_known_place(unsqueeze_dim):
+    x = torch.randn(1, 5, 5, 8)
+    with pytest.raises(ValueError, match=f"unsqueeze_dim is 1 for .* or 2 for .*, got {unsqueeze_dim}"):
+        rotary_pos_emb.rotary_pos_emb(x, x, *tables(1, 5, 8), unsqueeze_dim)
+
+
 def test_tables_whose_halves_differ(interpreter):
     q, k = heads()
     cos, sin = tables(1, 5, 8)

@@ -50,7 +50,17 @@ def _apply(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int, width: int, *, twice: bool
 ) -> tuple[Tensor, Tensor]:
     """`width` is how many elements of a head are rotated, `twice` whether the tables hold each angle twice."""
-    batch, tokens = q.shape[0], q.shape[1 if unsqueeze_dim == 2 else 2]
+    if unsqueeze_dim not in (1, 2):
+        raise ValueError(
+            f"rotary_pos_emb: unsqueeze_dim is 1 for [B, heads, S, D] or 2 for [B, S, heads, D], got {unsqueeze_dim}"
+        )
+    # The kernel takes the sizes of q for those of k, and would read past k.
+    if q.dim() != 4 or _without_heads(q, unsqueeze_dim) != _without_heads(k, unsqueeze_dim):
+        raise ValueError(
+            f"rotary_pos_emb: liger needs q and k of four dimensions that differ in their number of heads alone, got "
+            f"{tuple(q.shape)} and {tuple(k.shape)} with unsqueeze_dim={unsqueeze_dim}"
+        )
+    batch, tokens, _ = _without_heads(q, unsqueeze_dim)
     wanted = (tokens, width if twice else width // 2)
     if cos.shape != sin.shape or cos.shape[1:] != wanted or cos.shape[0] not in (1, batch) or width > q.shape[-1]:
         raise ValueError(
@@ -64,10 +74,18 @@ def _apply(
     # A table in a wider dtype widens the result, as the plain product does.
     dtype = torch.promote_types(cos.dtype, sin.dtype)
     q, k = (x.to(torch.promote_types(x.dtype, dtype)) for x in (q, k))
+    # The kernel computes in the dtype of sin: in a narrower one than theirs, it would round q and k first.
+    dtype = torch.promote_types(q.dtype, k.dtype)
+    cos, sin = cos.to(dtype), sin.to(dtype)
     if unsqueeze_dim == 2:
         return _rotated(q, k, cos, sin, width)
     q, k = _rotated(q.transpose(1, 2), k.transpose(1, 2), cos, sin, width)
     return q.transpose(1, 2), k.transpose(1, 2)
+
+
+def _without_heads(x: Tensor, unsqueeze_dim: int) -> tuple[int, ...]:
+    """B, S and D of [B, heads, S, D] or [B, S, heads, D]."""
+    return *x.shape[:unsqueeze_dim], *x.shape[unsqueeze_dim + 1 :]
 
 
 def _rotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, width: int) -> _Pair:
