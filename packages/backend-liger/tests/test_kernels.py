@@ -10,6 +10,7 @@ import torch
 from opslot import Device
 from opslot.testing import KernelSuite, check
 from opslot_backends.liger import BACKEND
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 pytest.importorskip("liger_kernel", reason="liger-kernel is not installed: it needs triton, which is not everywhere")
 
@@ -53,6 +54,26 @@ def test_a_few_samples_in_half_precision_compiled_and_without_side_effects(spec,
     check(spec.op, spec.variant, function, checks=("gradients", "arguments"), samples=few, dtype="float16")
     check(spec.op, spec.variant, function, checks=("arguments", "twice", "double_backward", "state"), samples=few)
     check(spec.op, spec.variant, function, checks=("custom_ops",), samples=few[:1])
+
+
+@pytest.mark.parametrize("spec", INTERPRETED, ids=str)
+def test_selective_checkpoints_that_keep_everything(spec, interpreter):
+    """Such a checkpoint keeps what each operator returned: memory that a kernel then wrote into among it."""
+    contract = opslot.registry().contract(spec.op, spec.variant)
+    name = small_samples(spec, 20)[0]
+    sample = next(s for s in contract.samples("cpu", torch.float32, 0) if s.name == name)
+    leaves = [a for a in sample.args if isinstance(a, torch.Tensor) and a.requires_grad]
+
+    def keep_everything():
+        return create_selective_checkpoint_contexts(lambda *_, **__: CheckpointPolicy.MUST_SAVE)
+
+    results = []
+    for function in (contract.load_reference(), function_of(spec)):
+        out = checkpoint(function, *sample.args, use_reentrant=False, context_fn=keep_everything, **sample.kwargs)
+        outputs = out if isinstance(out, tuple) else (out,)
+        results.append([*outputs, *torch.autograd.grad(outputs, leaves, [o.detach().cos() for o in outputs])])
+    for got, expected in zip(*results[::-1], strict=True):
+        torch.testing.assert_close(got, expected, rtol=2e-4, atol=2e-5)
 
 
 @pytest.mark.parametrize("spec", INTERPRETED, ids=str)

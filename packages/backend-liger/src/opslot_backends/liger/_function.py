@@ -19,9 +19,11 @@ def launches(*tensors: Tensor | None) -> bool:
     """Whether Liger's launchers can take these: Triton reads an address, which only plain tensors with data have.
 
     Others (under torch.compile, FakeTensor, on the meta device, DTensor) go through a custom operator, which computes
-    their shapes, or for a DTensor refuses since it has no sharding rule.
+    their shapes, or for a DTensor refuses since it has no sharding rule. So does everything under a dispatch mode:
+    it would see the memory that a kernel is given, but not what the kernel writes there. Selective checkpointing then
+    keeps a copy for its recomputation that has been written over.
     """
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
         return False
     return all(t is None or (type(t) in (Tensor, torch.nn.Parameter) and not t.is_meta) for t in tensors)
 
@@ -87,10 +89,12 @@ def _alone(held: list[Tensor], i: int) -> bool:
 def _referred_once(held: list[Any], i: int, owners: int) -> bool:
     # Counts above these mean another owner. Were torch to count anything more, all would be copied: slower, not wrong.
     # The tensor has one reference from Python and one from the graph, and then one to its object from itself; that
-    # object one from the list and one from getrefcount; the memory one from each tensor and one from the asking.
-    count = held[i]._use_count()
+    # object one from the list and one from getrefcount; the memory one from each tensor and one from its object in
+    # Python, which is one and the same for all who ask, and has one from the memory, `storage` and getrefcount each.
+    count, storage = held[i]._use_count(), held[i].untyped_storage()
     return (
         count <= 2
         and sys.getrefcount(held[i]) <= 2 + (count > 1)
-        and torch._C._storage_Use_Count(held[i].untyped_storage()._cdata) <= owners + 1
+        and sys.getrefcount(storage) <= 3
+        and torch._C._storage_Use_Count(storage._cdata) <= owners + 1
     )
