@@ -85,6 +85,14 @@ def test_tables_whose_halves_differ(interpreter):
             rotary_pos_emb.rotary_pos_emb(q, k, cos, sin)
 
 
+def test_a_table_that_got_other_memory(interpreter):
+    (q, k), (cos, sin) = heads(), tables(1, 5, 8)
+    rotary_pos_emb.rotary_pos_emb(q, k, cos, sin)
+    cos.data = torch.randn(1, 5, 8)
+    with pytest.raises(KernelUnavailable, match="reads the first half"):
+        rotary_pos_emb.rotary_pos_emb(q, k, cos, sin)
+
+
 def test_tables_are_looked_at_once(interpreter, monkeypatch):
     looked = []
     equal = torch.equal
@@ -141,6 +149,23 @@ def test_a_choice_of_experts_that_is_none():
         moe_experts.moe_experts(
             torch.randn(3, 8), torch.zeros(3), torch.randn(3, 1), torch.randn(2, 6, 8), torch.randn(2, 8, 3)
         )
+
+
+@pytest.mark.parametrize(
+    ("hidden", "gate_up", "down"),
+    [
+        ((2, 8), (2, 6, 8), (2, 8, 3)),
+        ((3, 4), (2, 6, 8), (2, 8, 3)),
+        ((3, 8), (2, 5, 8), (2, 8, 3)),
+        ((3, 8), (2, 6, 8), (1, 8, 3)),
+        ((3, 8), (2, 6, 8), (2, 4, 3)),
+        ((1, 3, 8), (2, 6, 8), (2, 8, 3)),
+    ],
+)
+def test_experts_that_liger_would_read_past(hidden, gate_up, down):
+    choices = torch.zeros(3, 1, dtype=torch.long)
+    with pytest.raises(ValueError, match=r"gate_up \[E, 2I, H\] and down \[E, H, I\], got .* of 3 tokens"):
+        moe_experts.moe_experts(torch.randn(hidden), choices, torch.ones(3, 1), torch.randn(gate_up), torch.randn(down))
 
 
 def in_module(name):

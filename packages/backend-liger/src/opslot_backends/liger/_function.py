@@ -3,6 +3,7 @@
 import functools
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -33,14 +34,25 @@ def refuse_long_rows(size: int, what: str) -> None:
         raise KernelUnavailable(f"{what}: liger takes rows of up to {_LONGEST_ROW} elements, got {size}: choose eager")
 
 
+def on_device_of(tensor: Tensor) -> AbstractContextManager[None]:
+    """For launchers of Liger's that leave the device to the caller: Triton launches on the current one.
+
+    In backward, autograd has made it the right one.
+    """
+    guard: AbstractContextManager[None] = torch.cuda.device_of(tensor)  # type: ignore[no-untyped-call]
+    return guard
+
+
 def matmul_dtype(tensor: Tensor) -> torch.dtype:
     """The dtype in which a linear layer would take `tensor`: autocast's where that is on, else its own.
 
     A custom autograd function hides its products from autocast, so the kernels cast as autocast would have.
     """
     kind = tensor.device.type
-    # The meta device has no autocast of its own.
-    return torch.get_autocast_dtype(kind) if kind != "meta" and torch.is_autocast_enabled(kind) else tensor.dtype
+    # Autocast leaves float64 alone, and the meta device has none.
+    if kind != "meta" and torch.is_autocast_enabled(kind) and tensor.dtype is not torch.float64:
+        return torch.get_autocast_dtype(kind)
+    return tensor.dtype
 
 
 def first_order(backward: Backward) -> Backward:
@@ -51,14 +63,16 @@ def first_order(backward: Backward) -> Backward:
     """
 
     @functools.wraps(backward)
-    def checked(ctx: Any, *gradients: Tensor) -> Tensor | tuple[Tensor | None, ...]:
+    def checked(ctx: Any, *gradients: Tensor | None) -> Tensor | tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
             raise RuntimeError(
                 f"{backward.__module__} has no second derivative (create_graph=True): choose eager for this op"
             )
-        if gradients[0].is_meta:
+        first = gradients[0]
+        # There is none below a function that gave none, where a forward asked for that: it has nothing to compute.
+        if first is None or first.is_meta:
             return backward(ctx, *gradients)
-        with torch.autocast(gradients[0].device.type, enabled=False):
+        with torch.autocast(first.device.type, enabled=False):
             return backward(ctx, *gradients)
 
     return checked

@@ -13,7 +13,7 @@ from opslot import KernelUnavailable
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ._function import first_order, launches
+from ._function import first_order, launches, on_device_of
 from ._implementation import require
 
 # Other implementations know neither partial nor half tables, and keep the addresses of tables they have seen.
@@ -122,7 +122,8 @@ def _launch(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, width: int, back: bo
     q, k = (x.clone(memory_format=torch.contiguous_format) for x in (q, k))
     # Liger wants [B, heads, S, D] and transposes it back.
     rotate = ops.rope_backward if back else ops.rope_forward
-    rotate(q.transpose(1, 2), k.transpose(1, 2), cos, sin, rotary_dim=width)
+    with on_device_of(q):
+        rotate(q.transpose(1, 2), k.transpose(1, 2), cos, sin, rotary_dim=width)
     return q, k
 
 
@@ -140,9 +141,10 @@ def _(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, width: int, back: bool) ->
     return q.new_empty(q.shape), k.new_empty(k.shape)
 
 
-# Tables that were found to agree, by the version at which they did. A model makes its tables once for all layers, so
-# the device is asked, and waited for, once in a forward pass.
-_agreeing: MutableMapping[Tensor, int] = WeakIdKeyDictionary()
+# Tables that were found to agree, by the version and address at which they did. A model makes its tables once for all
+# layers, so the device is asked, and waited for, once in a forward pass. Writes that torch does not count, through
+# `.data` or in the replay of a graph, are not seen.
+_agreeing: MutableMapping[Tensor, tuple[int, int]] = WeakIdKeyDictionary()
 
 
 def _require_equal_halves(*tables: Tensor) -> None:
@@ -150,12 +152,14 @@ def _require_equal_halves(*tables: Tensor) -> None:
         _assert_equal_halves(*tables)  # a graph cannot wait, and each replay has other tables
         return
     for table in tables:
-        version = -1 if table.is_inference() else table._version
-        if version != -1 and _agreeing.get(table) == version:
+        counted = not table.is_inference()
+        seen = (table._version if counted else 0, table.data_ptr())
+        if counted and _agreeing.get(table) == seen:
             continue
         if not torch.equal(*table.detach().chunk(2, dim=-1)):
             raise KernelUnavailable(f"{_HALVES}: choose rotary_pos_emb: eager")
-        _agreeing[table] = version
+        if counted:
+            _agreeing[table] = seen
 
 
 def _assert_equal_halves(*tables: Tensor) -> None:
