@@ -164,6 +164,22 @@ def halves_of_one_tensor(mlp, x):
     Probe.apply(gate, up).sum().backward()
 
 
+def memory_of_numpy(mlp, x):
+    numpy = pytest.importorskip("numpy")
+    Probe.apply(
+        torch.from_numpy(numpy.ones(4)), torch.from_numpy(numpy.ones(4)).requires_grad_().view(4)
+    ).sum().backward()
+
+
+def memory_through_dlpack(mlp, x):
+    seen = [torch.ones(4), torch.ones(4)]
+    gate, up = (torch.from_dlpack(torch.utils.dlpack.to_dlpack(tensor)) for tensor in seen)
+    up.requires_grad_()
+    loss = Probe.apply(gate, up.view(4)).sum()
+    del gate, up
+    loss.backward()
+
+
 def parameters(mlp, x):
     Probe.apply(mlp.gate.weight, mlp.up.weight).sum().backward()
 
@@ -180,7 +196,18 @@ def packed_by_hooks(mlp, x):
     loss.backward()
 
 
-@pytest.mark.parametrize("case", [kept_graph, one_tensor_twice, halves_of_one_tensor, parameters, packed_by_hooks])
+@pytest.mark.parametrize(
+    "case",
+    [
+        kept_graph,
+        one_tensor_twice,
+        halves_of_one_tensor,
+        memory_of_numpy,
+        memory_through_dlpack,
+        parameters,
+        packed_by_hooks,
+    ],
+)
 def test_both_are_copied(case, x):
     case(MLP(), x)
     assert given == [[False, False]]

@@ -110,5 +110,7 @@ def _referred_once(held: list[Any], i: int, owners: int) -> bool:
         count <= 2
         and sys.getrefcount(held[i]) <= 2 + (count > 1)
         and sys.getrefcount(storage) <= 3
+        # Memory from elsewhere (NumPy, CuPy, DLPack) has owners that torch does not count.
+        and storage.resizable()
         and torch._C._storage_Use_Count(storage._cdata) <= owners + 1
     )
