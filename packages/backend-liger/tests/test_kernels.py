@@ -10,6 +10,7 @@ import torch
 from opslot import Device
 from opslot.testing import KernelSuite, check
 from opslot_backends.liger import BACKEND
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 pytest.importorskip("liger_kernel", reason="liger-kernel is not installed: it needs triton, which is not everywhere")
 
@@ -56,6 +57,26 @@ def test_a_few_samples_in_half_precision_compiled_and_without_side_effects(spec,
 
 
 @pytest.mark.parametrize("spec", INTERPRETED, ids=str)
+def test_selective_checkpoints_that_keep_everything(spec, interpreter):
+    """Such a checkpoint keeps what each operator returned: memory that a kernel then wrote into among it."""
+    contract = opslot.registry().contract(spec.op, spec.variant)
+    name = small_samples(spec, 20)[0]
+    sample = next(s for s in contract.samples("cpu", torch.float32, 0) if s.name == name)
+    leaves = [a for a in sample.args if isinstance(a, torch.Tensor) and a.requires_grad]
+
+    def keep_everything():
+        return create_selective_checkpoint_contexts(lambda *_, **__: CheckpointPolicy.MUST_SAVE)
+
+    results = []
+    for function in (contract.load_reference(), function_of(spec)):
+        out = checkpoint(function, *sample.args, use_reentrant=False, context_fn=keep_everything, **sample.kwargs)
+        outputs = out if isinstance(out, tuple) else (out,)
+        results.append([*outputs, *torch.autograd.grad(outputs, leaves, [o.detach().cos() for o in outputs])])
+    for got, expected in zip(*results[::-1], strict=True):
+        torch.testing.assert_close(got, expected, rtol=2e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("spec", INTERPRETED, ids=str)
 def test_compiled_in_one_graph(spec, interpreter):
     contract = opslot.registry().contract(spec.op, spec.variant)
     name = small_samples(spec, 20)[0]
@@ -71,6 +92,23 @@ def test_compiled_in_one_graph(spec, interpreter):
         results.append([*outputs, *torch.autograd.grad(outputs, leaves, incoming)])
     for got, expected in zip(*results[::-1], strict=True):
         torch.testing.assert_close(got, expected, rtol=2e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize(("cosines", "sines"), [("half", "half"), ("float", "half"), ("half", "float")])
+@pytest.mark.parametrize("keys", ["float", "half"])
+def test_tables_in_a_narrower_dtype_round_neither_q_nor_k(cosines, sines, keys, interpreter):
+    contract = opslot.registry().contract("rotary_pos_emb", "full")
+    angle = torch.randn(1, 5, 4).repeat(1, 1, 2)
+    cos, sin = getattr(angle.cos(), cosines)(), getattr(angle.sin(), sines)()
+    q, k = torch.randn(1, 2, 5, 8, requires_grad=True), getattr(torch.randn(1, 1, 5, 8), keys)().requires_grad_()
+    kernel = importlib.import_module("opslot_backends.liger.rotary_pos_emb").rotary_pos_emb
+    results = []
+    for function in (kernel, contract.load_reference()):
+        outs = function(q, k, cos, sin)
+        results.append([*outs, *torch.autograd.grad(outs, (q, k), [out.detach().cos() for out in outs])])
+    for x, got, expected in zip((q, k) * 2, *results, strict=True):
+        exact = x.dtype == torch.float32
+        torch.testing.assert_close(got, expected, rtol=1e-5 if exact else 4e-3, atol=1e-6 if exact else 4e-3)
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=str)

@@ -52,6 +52,21 @@ def test_shapes_that_liger_would_read_past():
         rotary_pos_emb.rotary_pos_emb_half_table(q, k, *tables(1, 5, 8))
 
 
+@pytest.mark.parametrize("shape", [(1, 1, 7, 8), (2, 1, 5, 8), (1, 1, 5, 4), (1, 5, 8)])
+def test_keys_of_other_sizes_than_the_queries(shape):
+    """Liger goes over k by the sizes of q."""
+    for function, width in ((rotary_pos_emb.rotary_pos_emb, 8), (rotary_pos_emb.rotary_pos_emb_partial, 4)):
+        with pytest.raises(ValueError, match="differ in their number of heads alone"):
+            function(heads()[0], torch.randn(shape), *tables(1, 5, width))
+
+
+@pytest.mark.parametrize("unsqueeze_dim", [-3, -2, 0, 3])
+def test_heads_that_are_in_no_known_place(unsqueeze_dim):
+    x = torch.randn(1, 5, 5, 8)
+    with pytest.raises(ValueError, match=f"unsqueeze_dim is 1 for .* or 2 for .*, got {unsqueeze_dim}"):
+        rotary_pos_emb.rotary_pos_emb(x, x, *tables(1, 5, 8), unsqueeze_dim)
+
+
 def test_tables_whose_halves_differ(interpreter):
     q, k = heads()
     cos, sin = tables(1, 5, 8)
@@ -68,6 +83,14 @@ def test_tables_whose_halves_differ(interpreter):
         sin[0, 0, 0] += 1
         with pytest.raises(KernelUnavailable, match="reads the first half"):
             rotary_pos_emb.rotary_pos_emb(q, k, cos, sin)
+
+
+def test_a_table_that_got_other_memory(interpreter):
+    (q, k), (cos, sin) = heads(), tables(1, 5, 8)
+    rotary_pos_emb.rotary_pos_emb(q, k, cos, sin)
+    cos.data = torch.randn(1, 5, 8)
+    with pytest.raises(KernelUnavailable, match="reads the first half"):
+        rotary_pos_emb.rotary_pos_emb(q, k, cos, sin)
 
 
 def test_tables_are_looked_at_once(interpreter, monkeypatch):
@@ -126,6 +149,23 @@ def test_a_choice_of_experts_that_is_none():
         moe_experts.moe_experts(
             torch.randn(3, 8), torch.zeros(3), torch.randn(3, 1), torch.randn(2, 6, 8), torch.randn(2, 8, 3)
         )
+
+
+@pytest.mark.parametrize(
+    ("hidden", "gate_up", "down"),
+    [
+        ((2, 8), (2, 6, 8), (2, 8, 3)),
+        ((3, 4), (2, 6, 8), (2, 8, 3)),
+        ((3, 8), (2, 5, 8), (2, 8, 3)),
+        ((3, 8), (2, 6, 8), (1, 8, 3)),
+        ((3, 8), (2, 6, 8), (2, 4, 3)),
+        ((1, 3, 8), (2, 6, 8), (2, 8, 3)),
+    ],
+)
+def test_experts_that_liger_would_read_past(hidden, gate_up, down):
+    choices = torch.zeros(3, 1, dtype=torch.long)
+    with pytest.raises(ValueError, match=r"gate_up \[E, 2I, H\] and down \[E, H, I\], got .* of 3 tokens"):
+        moe_experts.moe_experts(torch.randn(hidden), choices, torch.ones(3, 1), torch.randn(gate_up), torch.randn(down))
 
 
 def in_module(name):

@@ -1,5 +1,7 @@
 """Liger's gated activations write gradients over their inputs: only where nobody else can see it."""
 
+import gc
+
 import pytest
 import torch
 from torch import nn
@@ -98,6 +100,14 @@ def kept_detached(mlp, x):
     return other
 
 
+def kept_memory(mlp, x):
+    gate = mlp.gate(x)
+    loss, memory = Probe.apply(gate, mlp.up(x)).sum(), gate.untyped_storage()
+    del gate
+    loss.backward()
+    return memory
+
+
 def kept_base(mlp, x):
     base = torch.mm(x.reshape(-1, 4), mlp.gate.weight)
     Probe.apply(base.view(x.shape), mlp.up(x)).sum().backward()
@@ -132,6 +142,7 @@ def seen_by_a_forward_hook(mlp, x):
         kept_view,
         kept_part,
         kept_detached,
+        kept_memory,
         kept_base,
         saved_by_another_function,
         base_saved_by_another_function,
@@ -153,6 +164,22 @@ def halves_of_one_tensor(mlp, x):
     Probe.apply(gate, up).sum().backward()
 
 
+def memory_of_numpy(mlp, x):
+    numpy = pytest.importorskip("numpy")
+    Probe.apply(
+        torch.from_numpy(numpy.ones(4)), torch.from_numpy(numpy.ones(4)).requires_grad_().view(4)
+    ).sum().backward()
+
+
+def memory_through_dlpack(mlp, x):
+    seen = [torch.ones(4), torch.ones(4)]
+    gate, up = (torch.from_dlpack(torch.utils.dlpack.to_dlpack(tensor)) for tensor in seen)
+    up.requires_grad_()
+    loss = Probe.apply(gate, up.view(4)).sum()
+    del gate, up
+    loss.backward()
+
+
 def parameters(mlp, x):
     Probe.apply(mlp.gate.weight, mlp.up.weight).sum().backward()
 
@@ -169,7 +196,18 @@ def packed_by_hooks(mlp, x):
     loss.backward()
 
 
-@pytest.mark.parametrize("case", [kept_graph, one_tensor_twice, halves_of_one_tensor, parameters, packed_by_hooks])
+@pytest.mark.parametrize(
+    "case",
+    [
+        kept_graph,
+        one_tensor_twice,
+        halves_of_one_tensor,
+        memory_of_numpy,
+        memory_through_dlpack,
+        parameters,
+        packed_by_hooks,
+    ],
+)
 def test_both_are_copied(case, x):
     case(MLP(), x)
     assert given == [[False, False]]
@@ -194,5 +232,6 @@ def test_the_gradients_lie_in_the_memory_of_the_activations(interpreter):
     addresses.append(gate.data_ptr())
     out = glu.swiglu(gate, mlp.up(x))
     del gate
+    gc.collect()  # the interpreter leaves cycles that hold the memory
     out.sum().backward()
     assert addresses[0] == addresses[1]

@@ -3,6 +3,7 @@
 import functools
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -19,9 +20,11 @@ def launches(*tensors: Tensor | None) -> bool:
     """Whether Liger's launchers can take these: Triton reads an address, which only plain tensors with data have.
 
     Others (under torch.compile, FakeTensor, on the meta device, DTensor) go through a custom operator, which computes
-    their shapes, or for a DTensor refuses since it has no sharding rule.
+    their shapes, or for a DTensor refuses since it has no sharding rule. So does everything under a dispatch mode:
+    it would see the memory that a kernel is given, but not what the kernel writes there. Selective checkpointing then
+    keeps a copy for its recomputation that has been written over.
     """
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
         return False
     return all(t is None or (type(t) in (Tensor, torch.nn.Parameter) and not t.is_meta) for t in tensors)
 
@@ -31,14 +34,25 @@ def refuse_long_rows(size: int, what: str) -> None:
         raise KernelUnavailable(f"{what}: liger takes rows of up to {_LONGEST_ROW} elements, got {size}: choose eager")
 
 
+def on_device_of(tensor: Tensor) -> AbstractContextManager[None]:
+    """For launchers of Liger's that leave the device to the caller: Triton launches on the current one.
+
+    In backward, autograd has made it the right one.
+    """
+    guard: AbstractContextManager[None] = torch.cuda.device_of(tensor)  # type: ignore[no-untyped-call]
+    return guard
+
+
 def matmul_dtype(tensor: Tensor) -> torch.dtype:
     """The dtype in which a linear layer would take `tensor`: autocast's where that is on, else its own.
 
     A custom autograd function hides its products from autocast, so the kernels cast as autocast would have.
     """
     kind = tensor.device.type
-    # The meta device has no autocast of its own.
-    return torch.get_autocast_dtype(kind) if kind != "meta" and torch.is_autocast_enabled(kind) else tensor.dtype
+    # Autocast leaves float64 alone, and the meta device has none.
+    if kind != "meta" and torch.is_autocast_enabled(kind) and tensor.dtype is not torch.float64:
+        return torch.get_autocast_dtype(kind)
+    return tensor.dtype
 
 
 def first_order(backward: Backward) -> Backward:
@@ -49,14 +63,16 @@ def first_order(backward: Backward) -> Backward:
     """
 
     @functools.wraps(backward)
-    def checked(ctx: Any, *gradients: Tensor) -> Tensor | tuple[Tensor | None, ...]:
+    def checked(ctx: Any, *gradients: Tensor | None) -> Tensor | tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
             raise RuntimeError(
                 f"{backward.__module__} has no second derivative (create_graph=True): choose eager for this op"
             )
-        if gradients[0].is_meta:
+        first = gradients[0]
+        # There is none below a function that gave none, where a forward asked for that: it has nothing to compute.
+        if first is None or first.is_meta:
             return backward(ctx, *gradients)
-        with torch.autocast(gradients[0].device.type, enabled=False):
+        with torch.autocast(first.device.type, enabled=False):
             return backward(ctx, *gradients)
 
     return checked
@@ -87,10 +103,14 @@ def _alone(held: list[Tensor], i: int) -> bool:
 def _referred_once(held: list[Any], i: int, owners: int) -> bool:
     # Counts above these mean another owner. Were torch to count anything more, all would be copied: slower, not wrong.
     # The tensor has one reference from Python and one from the graph, and then one to its object from itself; that
-    # object one from the list and one from getrefcount; the memory one from each tensor and one from the asking.
-    count = held[i]._use_count()
+    # object one from the list and one from getrefcount; the memory one from each tensor and one from its object in
+    # Python, which is one and the same for all who ask, and has one from the memory, `storage` and getrefcount each.
+    count, storage = held[i]._use_count(), held[i].untyped_storage()
     return (
         count <= 2
         and sys.getrefcount(held[i]) <= 2 + (count > 1)
-        and torch._C._storage_Use_Count(held[i].untyped_storage()._cdata) <= owners + 1
+        and sys.getrefcount(storage) <= 3
+        # Memory from elsewhere (NumPy, CuPy, DLPack) has owners that torch does not count.
+        and storage.resizable()
+        and torch._C._storage_Use_Count(storage._cdata) <= owners + 1
     )

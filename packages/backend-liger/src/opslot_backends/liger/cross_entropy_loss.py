@@ -15,7 +15,7 @@ from liger_kernel import ops
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ._function import first_order, launches, matmul_dtype
+from ._function import first_order, launches, matmul_dtype, on_device_of
 from ._implementation import require
 
 IMPLEMENTATION = require(ops.cross_entropy_forward, "cross_entropy_loss", verified=("triton", "cutedsl"))
@@ -185,8 +185,10 @@ def _chunks(
         if scale is not None:
             logits *= scale
         losses, d_logits = _losses(logits, target[chunk].contiguous(), ignore_index, softcap, wanted)
+        del logits  # else they are there until the next ones are: two chunks at one time
         total += losses.sum()
         if not wanted:
+            del d_logits
             continue
         if scale is not None:
             d_logits *= scale
@@ -196,6 +198,7 @@ def _chunks(
             _product(d_logits, weight, out=d_rows[chunk])
         if want_weight:
             _add_product(d_weight, d_logits.t(), x)
+        del d_logits
     return total, d_rows, d_weight, d_bias
 
 
@@ -222,9 +225,10 @@ def _losses(
     logits: Tensor, target: Tensor, ignore_index: int, softcap: float | None, wanted: bool
 ) -> tuple[Tensor, Tensor]:
     """One loss a row in float32, and the gradient of their sum, written over the logits."""
-    loss, _, _, _, d_logits = _primitive()(
-        logits, target, None, ignore_index, 0.0, 0.0, "sum", softcap, 1, 1.0, 0.0, False, False, False, wanted
-    )
+    with on_device_of(logits):
+        loss, _, _, _, d_logits = _primitive()(
+            logits, target, None, ignore_index, 0.0, 0.0, "sum", softcap, 1, 1.0, 0.0, False, False, False, wanted
+        )
     return loss, d_logits
 
 

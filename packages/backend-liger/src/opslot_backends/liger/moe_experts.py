@@ -6,7 +6,7 @@ import torch
 from liger_kernel import ops
 from torch import Tensor
 
-from ._function import first_order, matmul_dtype
+from ._function import first_order, matmul_dtype, on_device_of
 from ._implementation import require
 
 IMPLEMENTATION = require(ops.LigerFusedMoEFunction, "moe_experts", verified=("triton",))
@@ -25,7 +25,16 @@ def moe_experts(
             f"moe_experts/standard: top_k_index and top_k_weights must both be [T, K], got {tuple(top_k_index.shape)} "
             f"and {tuple(top_k_weights.shape)}"
         )
-    mine = top_k_index < gate_up.shape[0]
+    tokens, inner = top_k_index.shape[0], down.shape[-1]
+    shapes = tuple(hidden_states.shape), tuple(gate_up.shape), tuple(down.shape)
+    experts, hidden = gate_up.shape[0], hidden_states.shape[-1]
+    # Liger takes each size from one of the tensors, and would read past the others.
+    if shapes != ((tokens, hidden), (experts, 2 * inner, hidden), (experts, hidden, inner)):
+        raise ValueError(
+            f"moe_experts/standard: hidden_states must be [T, H], gate_up [E, 2I, H] and down [E, H, I], got "
+            f"{shapes[0]}, {shapes[1]} and {shapes[2]} for choices of {tokens} tokens"
+        )
+    mine = (top_k_index >= 0) & (top_k_index < experts)
     index = top_k_index.masked_fill(~mine, 0).to(torch.int32)
     weights = torch.where(mine, top_k_weights, 0)
     dtype = matmul_dtype(hidden_states)
@@ -35,7 +44,8 @@ def moe_experts(
                 f"moe_experts/standard: liger needs one dtype, got hidden_states {hidden_states.dtype} and {name} "
                 f"{parameter.dtype}"
             )
-    out: Tensor = _Experts.apply(hidden_states.to(dtype), gate_up.to(dtype), down.to(dtype), index, weights)
+    with on_device_of(hidden_states):
+        out: Tensor = _Experts.apply(hidden_states.to(dtype), gate_up.to(dtype), down.to(dtype), index, weights)
     return out.to(hidden_states.dtype)
 
 

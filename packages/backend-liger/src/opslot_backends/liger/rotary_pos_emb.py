@@ -13,7 +13,7 @@ from opslot import KernelUnavailable
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ._function import first_order, launches
+from ._function import first_order, launches, on_device_of
 from ._implementation import require
 
 # Other implementations know neither partial nor half tables, and keep the addresses of tables they have seen.
@@ -50,7 +50,17 @@ def _apply(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int, width: int, *, twice: bool
 ) -> tuple[Tensor, Tensor]:
     """`width` is how many elements of a head are rotated, `twice` whether the tables hold each angle twice."""
-    batch, tokens = q.shape[0], q.shape[1 if unsqueeze_dim == 2 else 2]
+    if unsqueeze_dim not in (1, 2):
+        raise ValueError(
+            f"rotary_pos_emb: unsqueeze_dim is 1 for [B, heads, S, D] or 2 for [B, S, heads, D], got {unsqueeze_dim}"
+        )
+    # The kernel takes the sizes of q for those of k, and would read past k.
+    if q.dim() != 4 or _without_heads(q, unsqueeze_dim) != _without_heads(k, unsqueeze_dim):
+        raise ValueError(
+            f"rotary_pos_emb: liger needs q and k of four dimensions that differ in their number of heads alone, got "
+            f"{tuple(q.shape)} and {tuple(k.shape)} with unsqueeze_dim={unsqueeze_dim}"
+        )
+    batch, tokens, _ = _without_heads(q, unsqueeze_dim)
     wanted = (tokens, width if twice else width // 2)
     if cos.shape != sin.shape or cos.shape[1:] != wanted or cos.shape[0] not in (1, batch) or width > q.shape[-1]:
         raise ValueError(
@@ -64,10 +74,18 @@ def _apply(
     # A table in a wider dtype widens the result, as the plain product does.
     dtype = torch.promote_types(cos.dtype, sin.dtype)
     q, k = (x.to(torch.promote_types(x.dtype, dtype)) for x in (q, k))
+    # The kernel computes in the dtype of sin: in a narrower one than theirs, it would round q and k first.
+    dtype = torch.promote_types(q.dtype, k.dtype)
+    cos, sin = cos.to(dtype), sin.to(dtype)
     if unsqueeze_dim == 2:
         return _rotated(q, k, cos, sin, width)
     q, k = _rotated(q.transpose(1, 2), k.transpose(1, 2), cos, sin, width)
     return q.transpose(1, 2), k.transpose(1, 2)
+
+
+def _without_heads(x: Tensor, unsqueeze_dim: int) -> tuple[int, ...]:
+    """B, S and D of [B, heads, S, D] or [B, S, heads, D]."""
+    return *x.shape[:unsqueeze_dim], *x.shape[unsqueeze_dim + 1 :]
 
 
 def _rotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, width: int) -> _Pair:
@@ -104,7 +122,8 @@ def _launch(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, width: int, back: bo
     q, k = (x.clone(memory_format=torch.contiguous_format) for x in (q, k))
     # Liger wants [B, heads, S, D] and transposes it back.
     rotate = ops.rope_backward if back else ops.rope_forward
-    rotate(q.transpose(1, 2), k.transpose(1, 2), cos, sin, rotary_dim=width)
+    with on_device_of(q):
+        rotate(q.transpose(1, 2), k.transpose(1, 2), cos, sin, rotary_dim=width)
     return q, k
 
 
@@ -122,9 +141,10 @@ def _(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, width: int, back: bool) ->
     return q.new_empty(q.shape), k.new_empty(k.shape)
 
 
-# Tables that were found to agree, by the version at which they did. A model makes its tables once for all layers, so
-# the device is asked, and waited for, once in a forward pass.
-_agreeing: MutableMapping[Tensor, int] = WeakIdKeyDictionary()
+# Tables that were found to agree, by the version and address at which they did. A model makes its tables once for all
+# layers, so the device is asked, and waited for, once in a forward pass. Writes that torch does not count, through
+# `.data` or in the replay of a graph, are not seen.
+_agreeing: MutableMapping[Tensor, tuple[int, int]] = WeakIdKeyDictionary()
 
 
 def _require_equal_halves(*tables: Tensor) -> None:
@@ -132,12 +152,14 @@ def _require_equal_halves(*tables: Tensor) -> None:
         _assert_equal_halves(*tables)  # a graph cannot wait, and each replay has other tables
         return
     for table in tables:
-        version = -1 if table.is_inference() else table._version
-        if version != -1 and _agreeing.get(table) == version:
+        counted = not table.is_inference()
+        seen = (table._version if counted else 0, table.data_ptr())
+        if counted and _agreeing.get(table) == seen:
             continue
         if not torch.equal(*table.detach().chunk(2, dim=-1)):
             raise KernelUnavailable(f"{_HALVES}: choose rotary_pos_emb: eager")
-        _agreeing[table] = version
+        if counted:
+            _agreeing[table] = seen
 
 
 def _assert_equal_halves(*tables: Tensor) -> None:
