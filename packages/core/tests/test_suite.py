@@ -42,7 +42,7 @@ class TestMine(KernelSuite):
     dtypes = ("float32",)
 """,
     )
-    assert "22 passed" in out
+    assert "23 passed" in out
     assert "test_kernel[glu/swiglu:glu-float32-accuracy-cpu]" in out
 
 

@@ -338,3 +338,15 @@ def test_samples_by_name():
     assert set(seen) == {(1, 1), (0, 16)}
     with pytest.raises(ValueError, match=r"glu/swiglu has no sample 'on elment'; it has three dimensions, odd sizes"):
         check("glu", "swiglu", noting, samples=("on elment",))
+
+
+def test_a_product_that_is_written_to_is_found_in_a_selective_checkpoint():
+    def in_place(hidden_states, lm_head_weight, labels, **keywords):
+        product = (hidden_states.flatten(0, -2) @ lm_head_weight.t()).mul_(0)
+        return cross_entropy_loss(hidden_states, lm_head_weight, labels, **keywords) + product.sum()
+
+    names = ("ordinary",)
+    check("cross_entropy_loss", "causal", in_place, checks=("gradients",), samples=names)
+    with pytest.raises(AssertionError, match=r"fails in a checkpoint that keeps matrix products: .*mutated"):
+        check("cross_entropy_loss", "causal", in_place, checks=("checkpointed",), samples=names)
+    check("cross_entropy_loss", "causal", cross_entropy_loss, checks=("checkpointed",), samples=names)

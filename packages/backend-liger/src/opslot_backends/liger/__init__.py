@@ -5,7 +5,7 @@ This file is data: importing it imports neither torch nor liger-kernel.
 
 from opslot import Backend, KernelSpec, Priority, Requires
 
-_REQUIRES = Requires(devices=("cuda", "rocm"), packages=("liger-kernel>=0.8.5,<0.9",))
+_REQUIRES = Requires(devices=("cuda", "rocm"), packages=("liger-kernel>=0.8.5,<0.8.6",))
 
 
 def _kernel(

@@ -10,6 +10,14 @@ from torch import Tensor
 Backward = Callable[..., Tensor | tuple[Tensor | None, ...]]
 
 
+def is_watched() -> bool:
+    """Whether the compiler traces this call, or a dispatch mode sees its operators.
+
+    Such a mode may keep what an operator returned, as selective checkpointing does: it must not be written to.
+    """
+    return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
+
+
 def matmul_dtype(tensor: Tensor) -> torch.dtype:
     """The dtype in which a linear layer would take `tensor`: autocast's where that is on, else its own.
 

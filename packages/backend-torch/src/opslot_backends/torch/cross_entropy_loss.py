@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import nll_loss, pad
 
-from ._autograd import first_order, matmul_dtype
+from ._autograd import first_order, is_watched, matmul_dtype
 
 # Logits that exist at one time, in elements: on the CPU a chunk should stay in the cache. An accelerator gets 1 GiB in
 # float32; each chunk reads and writes the gradient of the whole weight once, so it should not be much smaller.
@@ -104,7 +104,7 @@ class _Loss(torch.autograd.Function):
         recording: bool,
     ) -> Tensor:
         wanted = [recording and need for need in ctx.needs_input_grad[:3]]
-        compute = _chunks_op if torch.compiler.is_compiling() else _chunks
+        compute = _chunks_op if is_watched() else _chunks
         cast = None if bias is None else bias.to(dtype)
         total, *gradients = compute(
             rows.to(dtype), weight.to(dtype), cast, target, ignore_index, scale, softcap, *wanted

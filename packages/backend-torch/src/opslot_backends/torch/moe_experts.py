@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ._autograd import first_order, matmul_dtype
+from ._autograd import first_order, is_watched, matmul_dtype
 
 
 def moe_experts(
@@ -101,6 +101,8 @@ class _Experts(torch.autograd.Function):
 
 def _sum_choices(rows: Tensor, place: Tensor, dtype: torch.dtype) -> Tensor:
     """[S, H] -> [T, H]: add up the rows of each token. Sums in float32, and in a fixed order."""
+    if is_watched():
+        rows = rows.clone()
     rows[-1:].zero_()  # assigning 0 would wait for the device
     if rows.device.type == "cpu" and rows.dtype == dtype:
         return F.embedding_bag(place, rows, mode="sum")  # gathers and adds in one pass
@@ -136,7 +138,7 @@ def _product(native: bool) -> Any:
     if native:
         return F.grouped_mm
     # How many rows an expert gets is data, which a compiled graph cannot loop over: there it is one opaque operator.
-    return _loop_op if torch.compiler.is_compiling() else _loop
+    return _loop_op if is_watched() else _loop
 
 
 def _loop(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:

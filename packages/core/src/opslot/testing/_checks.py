@@ -6,7 +6,7 @@ from ._claims import batch_invariant, cuda_graphs, deterministic, packed, refusa
 from ._concurrency import streams, threads
 from ._results import accuracy, arguments, frozen, gradients, large, layouts, memory, no_grad, state, twice, values
 from ._subject import Subject
-from ._transforms import autocast, compiled, custom_ops, double_backward, functional
+from ._transforms import autocast, checkpointed, compiled, custom_ops, double_backward, functional
 
 Check = Callable[[Subject, int], None]
 
@@ -26,6 +26,7 @@ CHECKS: Mapping[str, Check] = {
         double_backward,
         functional,
         autocast,
+        checkpointed,
         accuracy,
         deterministic,
         batch_invariant,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -158,6 +159,54 @@ def _compare_beside(
     in_half = theirs > case.tolerance.atol + case.tolerance.rtol * largest
     allowed = half.atol + half.rtol * largest if in_half and half is not None else 0.0
     case.compare(what, got, exact, allowed=max(2 * theirs, allowed))
+
+
+def checkpointed(subject: Subject, seed: int) -> None:
+    """Under activation checkpointing the gradients are the same, also where it keeps some or all results of torch."""
+    from torch.utils.checkpoint import (
+        CheckpointPolicy,
+        checkpoint,
+        create_selective_checkpoint_contexts,
+        noop_context_fn,
+    )
+
+    def keeping(kept: Callable[[Any], bool]) -> Callable[[], Any]:
+        def policy(_: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+            return CheckpointPolicy.MUST_SAVE if kept(operator) else CheckpointPolicy.PREFER_RECOMPUTE
+
+        return lambda: create_selective_checkpoint_contexts(policy)  # type: ignore[no-untyped-call]
+
+    products = ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm")
+    ways = {
+        "that keeps nothing": noop_context_fn,
+        "that keeps matrix products": keeping(lambda operator: operator.overloadpacket.__name__ in products),
+        "that keeps everything": keeping(lambda operator: True),
+    }
+    for case in islice(subject.cases(seed), FEW):
+        with case.noted():
+            if not case.has_gradients:
+                continue
+            for words, context in ways.items():
+
+                def through(function: Callable[..., Any], context: Any = context) -> Callable[..., Any]:
+                    return lambda *args, **kwargs: checkpoint(
+                        function, *args, use_reentrant=False, context_fn=context, **kwargs
+                    )
+
+                try:
+                    eager = case.run(through(case.reference))
+                    _, incoming = next(case.incoming(eager.outputs))
+                    eager.gradients(incoming, retain_graph=False)
+                except RuntimeError:  # torch refuses to keep what is written to afterwards
+                    continue
+                try:
+                    run = case.run(through(case.kernel))
+                    assert_random_gradients(case, run, f"in a checkpoint {words}", retain_graph=False)
+                except RuntimeError as error:
+                    if words != "that keeps everything":
+                        raise AssertionError(f"{case.where}: fails in a checkpoint {words}: {error}") from error
+                else:
+                    case.assert_outputs(run, f" in a checkpoint {words}")
 
 
 def compiled(subject: Subject, seed: int) -> None:
