@@ -40,7 +40,7 @@ def test_launches_without_a_device_of_their_own_get_that_of_the_tensors(devices,
         launched.append(list(devices))
         return losses_of_zero(*arguments)
 
-    monkeypatch.setattr(rotary_pos_emb.ops, "rope_forward", launch)
+    monkeypatch.setattr(rotary_pos_emb, "rope_forward", launch)
     monkeypatch.setattr(cross_entropy_loss, "_primitive", lambda: launch)
     monkeypatch.setattr(moe_experts, "_Experts", SimpleNamespace(apply=lambda x, *_: launch(x) and x))
     q, angle = torch.randn(1, 2, 5, 8), torch.randn(1, 5, 4).repeat(1, 1, 2)

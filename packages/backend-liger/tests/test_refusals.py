@@ -12,7 +12,7 @@ from opslot import KernelUnavailable
 pytest.importorskip("liger_kernel", reason="liger-kernel is not installed: it needs triton, which is not everywhere")
 
 from opslot_backends.liger import cross_entropy_loss, glu, moe_experts, rms_norm, rotary_pos_emb
-from opslot_backends.liger._implementation import implementation, require
+from opslot_backends.liger._implementation import chosen, implementation
 
 
 def tables(*shape):
@@ -185,11 +185,20 @@ def test_the_implementation_is_read_off_the_function(module, name):
     assert implementation(in_module(module)) == name
 
 
-def test_an_implementation_that_was_not_verified():
-    function = in_module("liger_kernel.ops.cutile.ops.rms_norm")
-    with pytest.raises(KernelUnavailable, match=r"LIGER_KERNEL_IMPL chose liger's 'cutile'.*Unset.*rms_norm: eager"):
-        require(function, "rms_norm", verified=("triton",))
-    assert require(in_module("liger_kernel.ops.rms_norm"), "rms_norm", verified=("triton",)) == "triton"
+def test_an_implementation_that_was_not_verified_gives_way_to_triton_and_says_so(monkeypatch):
+    from liger_kernel import ops
+    from liger_kernel.ops import rms_norm as triton
+
+    def replacement():
+        raise AssertionError
+
+    replacement.__module__ = "liger_kernel.ops.cutedsl.ops.rms_norm"
+    monkeypatch.setattr(ops, "rms_norm_forward", replacement)
+    arguments = "rms_norm", "liger_kernel.ops.rms_norm", ("rms_norm_forward", "rms_norm_backward")
+    with pytest.warns(UserWarning, match=r"rms_norm: LIGER_KERNEL_IMPL chose liger's 'cutedsl'.*runs liger's Triton"):
+        name, (forward, backward) = chosen(*arguments)
+    assert (name, forward, backward) == ("triton", triton.rms_norm_forward, triton.rms_norm_backward)
+    assert chosen(*arguments, also=("cutedsl",)) == ("cutedsl", (replacement, triton.rms_norm_backward))
 
 
 def test_an_implementation_that_liger_does_not_know_is_an_error_at_bind():

@@ -11,14 +11,15 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from liger_kernel import ops
 from torch import Tensor
 from torch.nn.functional import pad
 
 from ._function import first_order, launches, matmul_dtype, on_device_of
-from ._implementation import require
+from ._implementation import chosen
 
-IMPLEMENTATION = require(ops.cross_entropy_forward, "cross_entropy_loss", verified=("triton", "cutedsl"))
+IMPLEMENTATION = chosen(
+    "cross_entropy_loss", "liger_kernel.ops.cross_entropy", ("cross_entropy_forward",), also=("cutedsl",)
+)[0]
 
 # Elements of the logits that exist at one time, 512 MiB in bfloat16. Each chunk reads and writes the gradient of the
 # whole head once, in float32: on an H200 a tenth of the time of the products at 2048 rows, a fifth at 1024.

@@ -4,14 +4,18 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from liger_kernel import ops
 from torch import Tensor
 
 from ._function import first_order, launches, refuse_long_rows, writable
-from ._implementation import require
+from ._implementation import chosen
 
-SWIGLU_IMPLEMENTATION = require(ops.swiglu_forward, "glu/swiglu", verified=("triton", "cutedsl"))
-GEGLU_IMPLEMENTATION = require(ops.geglu_forward, "glu/geglu_tanh", verified=("triton",))
+# CuTe's fails for no rows.
+SWIGLU_IMPLEMENTATION, (swiglu_forward, swiglu_backward) = chosen(
+    "glu/swiglu", "liger_kernel.ops.swiglu", ("swiglu_forward", "swiglu_backward")
+)
+GEGLU_IMPLEMENTATION, (geglu_forward, geglu_backward) = chosen(
+    "glu/geglu_tanh", "liger_kernel.ops.geglu", ("geglu_forward", "geglu_backward")
+)
 
 _Pair = tuple[Tensor, Tensor]
 
@@ -54,7 +58,7 @@ class _SwiGLU(torch.autograd.Function):
     @staticmethod
     @first_order
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return _gradients(ctx, grad, ops.swiglu_backward, _swiglu_backward_op)
+        return _gradients(ctx, grad, swiglu_backward, _swiglu_backward_op)
 
 
 class _GeGLU(torch.autograd.Function):
@@ -66,7 +70,7 @@ class _GeGLU(torch.autograd.Function):
     @staticmethod
     @first_order
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return _gradients(ctx, grad, ops.geglu_backward, _geglu_backward_op)
+        return _gradients(ctx, grad, geglu_backward, _geglu_backward_op)
 
 
 def _gradients(
@@ -81,21 +85,21 @@ def _gradients(
 
 
 def _swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    out: Tensor = ops.swiglu_forward(gate.contiguous(), up.contiguous())[2]
+    out: Tensor = swiglu_forward(gate.contiguous(), up.contiguous())[2]
     return out
 
 
 def _swiglu_backward(gate: Tensor, up: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
-    return _copying(ops.swiglu_backward, gate, up, grad)
+    return _copying(swiglu_backward, gate, up, grad)
 
 
 def _geglu(gate: Tensor, up: Tensor) -> Tensor:
-    out: Tensor = ops.geglu_forward(gate.contiguous(), up.contiguous())[2]
+    out: Tensor = geglu_forward(gate.contiguous(), up.contiguous())[2]
     return out
 
 
 def _geglu_backward(gate: Tensor, up: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
-    return _copying(ops.geglu_backward, gate, up, grad)
+    return _copying(geglu_backward, gate, up, grad)
 
 
 def _copying(in_place: Callable[..., _Pair], gate: Tensor, up: Tensor, grad: Tensor) -> _Pair:

@@ -3,13 +3,14 @@
 from typing import Any
 
 import torch
-from liger_kernel import ops
 from torch import Tensor
 
 from ._function import first_order, matmul_dtype, on_device_of
-from ._implementation import require
+from ._implementation import chosen
 
-IMPLEMENTATION = require(ops.LigerFusedMoEFunction, "moe_experts", verified=("triton",))
+IMPLEMENTATION, (LigerFusedMoEFunction,) = chosen(
+    "moe_experts", "liger_kernel.ops.fused_moe", ("LigerFusedMoEFunction",)
+)
 
 
 def implementation() -> str:
@@ -49,8 +50,8 @@ def moe_experts(
     return out.to(hidden_states.dtype)
 
 
-class _Experts(ops.LigerFusedMoEFunction):  # type: ignore[misc]  # Liger has no annotations
+class _Experts(LigerFusedMoEFunction):  # type: ignore[misc, valid-type]  # Liger has no annotations
     @staticmethod
     @first_order
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return ops.LigerFusedMoEFunction.backward(ctx, grad)
+        return LigerFusedMoEFunction.backward(ctx, grad)

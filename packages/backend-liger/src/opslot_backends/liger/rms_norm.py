@@ -1,19 +1,18 @@
 """rms_norm in Liger's kernel: a row in one block, a partial gradient of the weight for each multiprocessor."""
 
-import inspect
 from typing import Any
 
 import torch
-from liger_kernel import ops
 from liger_kernel.ops.utils import calculate_settings
 from torch import Tensor
 
 from ._function import first_order, launches, refuse_long_rows
-from ._implementation import require
+from ._implementation import chosen
 
-IMPLEMENTATION = require(ops.rms_norm_forward, "rms_norm", verified=("triton", "cutedsl"))
-# Only the Triton kernel can leave the weight's gradient out.
-_SKIPS_WEIGHT = "needs_dw" in inspect.signature(ops.rms_norm_backward).parameters
+# CuTe's fails for no rows and for rows of one element.
+IMPLEMENTATION, (rms_norm_forward, rms_norm_backward) = chosen(
+    "rms_norm", "liger_kernel.ops.rms_norm", ("rms_norm_forward", "rms_norm_backward")
+)
 
 # Liger's casting modes: what is rounded to x's dtype before the weight multiplies it, and what never is.
 _LLAMA, _GEMMA = 0, 1
@@ -74,7 +73,7 @@ class _RMSNorm(torch.autograd.Function):
 
 
 def _forward(x: Tensor, weight: Tensor | None, eps: float, offset: float, mode: int) -> tuple[Tensor, Tensor]:
-    out, _, rstd, *_ = ops.rms_norm_forward(
+    out, _, rstd, *_ = rms_norm_forward(
         x.contiguous(), None if weight is None else weight.contiguous(), eps, offset, mode, None
     )
     return out, rstd
@@ -87,7 +86,7 @@ def _backward(
     size = x.shape[-1]
     # Not in place of the incoming gradient: a residual beside the norm has the same one.
     in_place = False
-    d_x, d_weight = ops.rms_norm_backward(
+    d_x, d_weight = rms_norm_backward(
         grad.contiguous(),
         x.contiguous().view(-1, size),
         None if weight is None else weight.contiguous(),
@@ -97,7 +96,7 @@ def _backward(
         *calculate_settings(size),
         in_place,
         None,
-        **({"needs_dw": want_weight} if _SKIPS_WEIGHT else {}),
+        needs_dw=want_weight,
     )
     return d_x, x.new_empty(0) if d_weight is None else d_weight
 

@@ -8,16 +8,17 @@ from collections.abc import MutableMapping
 from typing import Any
 
 import torch
-from liger_kernel import ops
 from opslot import KernelUnavailable
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ._function import first_order, launches, on_device_of
-from ._implementation import require
+from ._implementation import chosen
 
 # Other implementations know neither partial nor half tables, and keep the addresses of tables they have seen.
-IMPLEMENTATION = require(ops.rope_forward, "rotary_pos_emb", verified=("triton",))
+IMPLEMENTATION, (rope_forward, rope_backward) = chosen(
+    "rotary_pos_emb", "liger_kernel.ops.rope", ("rope_forward", "rope_backward")
+)
 
 _Pair = tuple[Tensor, Tensor]
 _HALVES = "rotary_pos_emb: liger reads the first half of cos and sin, and here the second is another"
@@ -121,7 +122,7 @@ def _rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, width: int, back: bo
 def _launch(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, width: int, back: bool) -> tuple[Tensor, Tensor]:
     q, k = (x.clone(memory_format=torch.contiguous_format) for x in (q, k))
     # Liger wants [B, heads, S, D] and transposes it back.
-    rotate = ops.rope_backward if back else ops.rope_forward
+    rotate = rope_backward if back else rope_forward
     with on_device_of(q):
         rotate(q.transpose(1, 2), k.transpose(1, 2), cos, sin, rotary_dim=width)
     return q, k
