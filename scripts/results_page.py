@@ -548,12 +548,13 @@ def overhead_page(file: File) -> list[str]:
             notes.append(f"- `{contract}`, failed: {first_line(error)}")
             continue
         candidates = result.child("candidates")
-        for name, percents in result.named("percent_over").items():
-            timed = [candidates.child(who) for who in (name, "opslot")]
+        for percents in result.children("percent_over"):
+            names = percents.text("of"), percents.text("over")
+            timed = [candidates.child(name) for name in names]
             times = [both(digits, each, "device_forward_ms", "device_forward_backward_ms") for each in timed]
             more = both(percent, percents, "device_forward", "device_forward_backward")
-            rows.append([f"`{contract}`", result.text("shape"), name, *times, more])
-    header = ("op", "shape", "beside", "its ms, forward / both", "opslot's ms, forward / both", "percent more")
+            rows.append([f"`{contract}`", result.text("shape"), names[0], times[0], names[1], times[1], more])
+    header = ("op", "shape", "what", "ms, forward / both", "beside", "ms, forward / both", "percent more")
     return ["", *described(file), *(["", *table(header, rows)] if rows else []), *(["", *notes] if notes else [])]
 
 

@@ -236,11 +236,14 @@ def test_what_a_slot_adds(show):
     def times(forward, both):
         return {"device_forward_ms": {"median": forward}, "device_forward_backward_ms": {"median": both}}
 
-    over = {"direct": {"device_forward": {"median": 10.0}, "device_forward_backward": {"median": -0.52}}}
+    percent = {"device_forward": {"median": 10.0}, "device_forward_backward": {"median": -0.52}}
+    over = [{"of": "opslot", "over": "direct", **percent}]
     candidates = {"direct": times(1.0, 2.0), "opslot": times(1.1, 1.99)}
     result = {"error": None, "shape": "wide", "candidates": candidates, "percent_over": over}
     page = show(_01_liger_overhead=described(results={"rms_norm/standard": result, "glu/swiglu": {"error": "boom"}}))
-    assert row(page, "`rms_norm/standard`")[1:] == ["wide", "direct", "1.00 / 2.00", "1.10 / 1.99", "+10.0 / -0.5"]
+    assert row(page, "`rms_norm/standard`")[1:] == [
+        "wide", "opslot", "1.10 / 1.99", "direct", "1.00 / 2.00", "+10.0 / -0.5",
+    ]  # fmt: skip
     assert "- `glu/swiglu`, failed: boom" in page
 
 

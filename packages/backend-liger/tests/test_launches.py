@@ -61,8 +61,8 @@ def test_logits_of_one_chunk_exist_at_one_time(monkeypatch):
         return logits
 
     monkeypatch.setattr(torch.nn.functional, "linear", counting)
-    monkeypatch.setattr(cross_entropy_loss, "_LOGITS", 5)
-    monkeypatch.setattr(cross_entropy_loss, "_LEAST_ROWS", 1)
+    monkeypatch.setattr(cross_entropy_loss, "_LOGITS", 10)
+    monkeypatch.setattr(cross_entropy_loss, "_LEAST_ROWS", 2)
     monkeypatch.setattr(cross_entropy_loss, "_primitive", lambda: losses_of_zero)
     for trained in (True, False):
         rows = torch.randn(12, 8, requires_grad=trained)

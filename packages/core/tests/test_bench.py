@@ -785,3 +785,41 @@ def test_the_ops_of_the_core(capsys):
         main(["bench", "rms_norm/standard", "--device", "cpu", "--shape", "tokens=4,hidden=8", "--repeats", "3"]) == 0
     )
     assert "reference" in capsys.readouterr().out
+
+
+def test_the_incoming_gradient_is_no_input():
+    """A workload draws its inputs in place from the seed, and the gradient must be another draw."""
+    contract = opslot.registry().contract("rms_norm", "unweighted_fp32")
+    sample = contract.workload.problem("cpu", torch.float32, 3, tokens=64, hidden=32)
+    problem = measure._Problem.of(contract, sample, 3)
+    problem.results(contract.load_reference(), True)
+    x, incoming = problem.inputs["x"].detach().flatten(), problem.given[0].flatten()
+    assert abs(torch.corrcoef(torch.stack((x, incoming)))[0, 1]) < 0.1
+
+
+def test_a_kernel_may_be_the_last_reader_of_its_activations():
+    """As between two layers: the caller holds leaves, and a kernel that writes over what is its own would copy them."""
+    import sys
+
+    seen = []
+
+    class Noting(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, gate, up):
+            ctx.save_for_backward(gate, up)
+            return gate * up
+
+        @staticmethod
+        def backward(ctx, grad):
+            saved = list(ctx.saved_tensors)
+            seen.append([sys.getrefcount(saved[i]) - (saved[i]._use_count() > 1) for i in range(2)])
+            return grad * saved[1], grad * saved[0]
+
+    contract = opslot.registry().contract("glu", "swiglu")
+    problem = measure._Problem.of(
+        contract, contract.workload.problem("cpu", torch.float32, 0, tokens=4, intermediate=8), 0
+    )
+    for given, alone in ((problem.as_in_a_model(), True), (None, False)):
+        found = problem.gradients(problem.forward(Noting.apply, given))
+        assert torch.equal(found["gate"], problem.given[0] * problem.inputs["up"])
+        assert (seen.pop() == [2, 2]) is alone

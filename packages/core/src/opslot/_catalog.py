@@ -18,7 +18,7 @@ KERNELS: dict[str, dict[str, str]] = {
     "rotary_pos_emb": {"liger": _LIGER, "triton": _TRITON, "npu": _NPU, "torch": _TORCH},
     "rotary_pos_emb_vision": {"npu": _NPU},
     "glu": {"liger": _LIGER, "torch": _TORCH},
-    "moe_experts": {"triton": _TRITON, "quack": _QUACK, "npu": _NPU, "torch": _TORCH},
+    "moe_experts": {"liger": _LIGER, "triton": _TRITON, "quack": _QUACK, "npu": _NPU, "torch": _TORCH},
     "cross_entropy_loss": {"liger": _LIGER, "chunk_loss": _TORCH, "npu": _NPU},
     "load_balancing_loss": {"triton": _TRITON, "torch": _TORCH},
     "causal_conv1d": {"fla": _FLA, "npu": _NPU},

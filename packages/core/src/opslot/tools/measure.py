@@ -172,8 +172,22 @@ class _Problem:
     def of(cls, contract: OpContract, sample: Any, seed: int) -> _Problem:
         return cls(contract, sample.args, sample.kwargs, seed)
 
-    def forward(self, function: Callable[..., Any]) -> tuple[Any, ...]:
-        result = function(*self.args, **self.kwargs)
+    def as_in_a_model(self) -> list[tuple[Any, ...]]:
+        """The arguments, in a list of their own, with activations that nobody but the list refers to.
+
+        Between two layers a kernel may be the last reader of an activation, and may make use of it. The leaves here are
+        held by the caller, so such a kernel would copy them.
+        """
+        names = list(self.contract.signature().parameters)
+        return [
+            tuple(
+                value.clone() if name in self.contract.rows and name in self.leaves else value
+                for name, value in zip(names, self.args, strict=False)
+            )
+        ]
+
+    def forward(self, function: Callable[..., Any], given: list[tuple[Any, ...]] | None = None) -> tuple[Any, ...]:
+        result = function(*(given.pop() if given else self.args), **self.kwargs)
         outputs = result if isinstance(result, tuple) else (result,)
         if self.output_bytes is None:
             self.output_bytes = sum(_bytes(tensor) for _, tensor in _tensors(outputs))
@@ -196,7 +210,8 @@ class _Problem:
 
         if not isinstance(output, torch.Tensor) or not output.requires_grad:
             return None
-        generator = torch.Generator(output.device).manual_seed(self.seed)
+        # Not the seed of the inputs: where a gradient equals its input, what comes out of a norm is nothing but rounding.
+        generator = torch.Generator(output.device).manual_seed(self.seed + 1_000_003)
         return torch.randn(output.shape, generator=generator, device=output.device, dtype=output.dtype)
 
     def results(self, function: Callable[..., Any], backward: bool) -> Results:
@@ -353,18 +368,19 @@ class _Kernel:
 
     def take_turn(self, keep: bool) -> None:
         for name in self._passes():
-            taken = self.meter.milliseconds(partial(self._run, self.problem, name))
+            given = self.problem.as_in_a_model() if self._backward else None
+            taken = self.meter.milliseconds(partial(self._run, self.problem, name, given))
             if keep:
                 self.times[name].append(taken)
 
     def _passes(self) -> tuple[str, ...]:
         return ("forward", "forward_backward") if self._backward else ("forward",)
 
-    def _run(self, problem: _Problem, name: str) -> Any:
+    def _run(self, problem: _Problem, name: str, given: list[tuple[Any, ...]] | None = None) -> Any:
         import torch
 
         with torch.set_grad_enabled(self._backward):
-            outputs = problem.forward(self.candidate.function)
+            outputs = problem.forward(self.candidate.function, given)
         return outputs if name == "forward" else (outputs, problem.gradients(outputs))
 
     def figures(self, floor: Mapping[str, float] | None) -> dict[str, Any]:

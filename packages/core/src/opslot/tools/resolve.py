@@ -9,6 +9,7 @@ from typing import Any
 from opslot import AUTO, EAGER, Choice, Device, Installed, OpsConfig, OpslotError, Registry, UnknownKernel
 from opslot._catalog import KERNELS, distribution_of
 from opslot._config import Rule
+from opslot._installed import Environment
 from opslot.tools.output import print_json, quiet_registry
 
 # How the reason begins where a kernel that is named for a whole op lacks one of its variants.
@@ -89,7 +90,10 @@ def _choice(
         return None, str(error)
     absent = KERNELS.get(rule.key[0], {})
     names = {offer.spec.name for offer in known.offers(*rule.key)}
-    others = ", ".join(f"{name} of {where}" for name, where in absent.items() if name not in names)
+    there = installed or Environment()
+    others = ", ".join(
+        f"{name} of {where}" for name, where in absent.items() if name not in names and there.lacks(where)
+    )
     hint = f"; not installed: {others}" if choice.offer is None and rule.kernel == AUTO and others else ""
     return Choice(choice.offer, choice.reason + hint), None
 

@@ -157,7 +157,9 @@ def plan(
             raise missing[0]
         raise UnknownKernel(f"no op has a kernel {kernel!r}{known.missing()}: see `opslot list`")
     if kernel is not None and absent and not jobs:
-        raise OpslotError(f"{absent[0][0]} cannot run on {there}: {absent[0][1]}")
+        first, why = absent[0]
+        more = f", and {', '.join(name for name, _ in absent[1:])} likewise" if absent[1:] else ""
+        raise OpslotError(f"{first} cannot run on {there}: {why}{more}. `opslot explain` shows what can")
     return jobs, absent
 
 
