@@ -210,7 +210,7 @@ class _Problem:
 
         if not isinstance(output, torch.Tensor) or not output.requires_grad:
             return None
-        # Not the seed of the inputs: where a gradient equals its input, what comes out of a norm is nothing but rounding.
+        # Not the seed of the inputs: where a gradient equals its input, that of a norm is nothing but rounding.
         generator = torch.Generator(output.device).manual_seed(self.seed + 1_000_003)
         return torch.randn(output.shape, generator=generator, device=output.device, dtype=output.dtype)
 
