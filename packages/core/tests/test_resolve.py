@@ -113,6 +113,16 @@ def test_auto_names_what_is_not_installed(bare, capsys):
     assert "not installed: liger of opslot-backend-liger" in rows["rms_norm/standard"]["reason"]
 
 
+def test_auto_does_not_call_a_backend_absent_that_lacks_the_variant(bare, capsys):
+    standard = next(spec for key, spec in _same_as_its_reference("liger").items() if key == ("glu", "swiglu"))
+    bare.add(Backend(api=1, kernels=(standard,)), "opslot-backend-liger", "0.1")
+    _, captured = resolve(capsys, "--json")
+    rows = {row["op"]: row for row in json.loads(captured.out)["ops"]}
+    reason = rows["glu/swiglu_clamped"]["reason"]
+    assert "liger of" not in reason
+    assert "torch of opslot-backend-torch" in reason
+
+
 def test_the_frozen_configuration_chooses_the_same_explicitly(full, veomni, tmp_path, capsys):
     (tmp_path / "ops.yaml").write_text("modules: {'a.*': {rms_norm: eager}}\nmoe_experts: eager\n", encoding="utf-8")
     for source in (veomni, str(tmp_path / "ops.yaml"), "auto"):

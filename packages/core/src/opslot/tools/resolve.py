@@ -9,7 +9,6 @@ from typing import Any
 from opslot import AUTO, EAGER, Choice, Device, Installed, OpsConfig, OpslotError, Registry, UnknownKernel
 from opslot._catalog import KERNELS, distribution_of
 from opslot._config import Rule
-from opslot._installed import Environment
 from opslot.tools.output import print_json, quiet_registry
 
 # How the reason begins where a kernel that is named for a whole op lacks one of its variants.
@@ -90,9 +89,12 @@ def _choice(
         return None, str(error)
     absent = KERNELS.get(rule.key[0], {})
     names = {offer.spec.name for offer in known.offers(*rule.key)}
-    there = installed or Environment()
+    offers = (offer for contract in known.contracts() for offer in known.offers(*contract.key))
+    there = {offer.distribution for offer in offers}
     others = ", ".join(
-        f"{name} of {where}" for name, where in absent.items() if name not in names and there.lacks(where)
+        f"{name} of {where}"
+        for name, where in absent.items()
+        if name not in names and (installed.lacks(where) if installed is not None else where not in there)
     )
     hint = f"; not installed: {others}" if choice.offer is None and rule.kernel == AUTO and others else ""
     return Choice(choice.offer, choice.reason + hint), None
