@@ -133,6 +133,25 @@ def test_the_backend_is_data():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+@pytest.mark.slow
+def test_loading_and_running_them_logs_nothing():
+    """Liger logs an error for each implementation that cannot be imported, when its own dispatch looks for one."""
+    code = (
+        "import logging, opslot, torch\n"
+        "from opslot.testing import triton_interpreter\n"
+        "logging.basicConfig(level=logging.WARNING)\n"
+        "known = opslot.registry()\n"
+        "from opslot_backends.liger import BACKEND\n"
+        "for spec in BACKEND.kernels: known.load(known.offer(spec.op, spec.variant, 'liger'))\n"
+        "from opslot_backends.liger import cross_entropy_loss, rms_norm\n"
+        "with triton_interpreter():\n"
+        "    rms_norm.rms_norm(torch.ones(2, 8), torch.ones(8), 1e-6)\n"
+        "    cross_entropy_loss.token_cls(torch.ones(2, 8), torch.ones(5, 8), torch.tensor([0, 1]))\n"
+    )
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, capture_output=True, text=True)
+    assert done.stderr == ""
+
+
 def test_rocm_by_spec_and_nothing_else():
     for spec in SPECS:
         assert spec.unmet(Device("rocm", "gfx942")) == ()
