@@ -1,5 +1,6 @@
 """KernelSuite as its users see it: pytest over a file of a few lines."""
 
+import re
 import subprocess
 import sys
 
@@ -131,4 +132,4 @@ class TestCheck(KernelSuite):
     assert "no kernel of a backend 'acne'" in out
     assert "op 'glu' has no variant 'standard'; glu has: " in out
     assert "unknown checks valves" in out
-    assert "1 failed, 3 errors" in out
+    assert re.search(r"1 failed,.* 3 errors", out)  # and a warning, without numpy
