@@ -91,7 +91,7 @@ def known(make_kernel):
     return registry
 
 
-@pytest.mark.parametrize("act", [torch.nn.GELU(approximate="tanh"), gelu_tanh], ids=str)
+@pytest.mark.parametrize("act", [torch.nn.GELU(approximate="tanh"), gelu_tanh], ids=["module", "function"])
 def test_gelu_in_its_tanh_form_is_the_activation(known, act):
     module = MLP(act)
     opslot.bind(module, {"glu": "ours"}, registry=known)
