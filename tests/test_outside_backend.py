@@ -67,6 +67,7 @@ def test_each_wheel_is_complete(wheels):
     assert set(names) == {
         "opslot",
         "opslot_backend_acme",
+        "opslot_backend_liger",
         "opslot_backend_torch",
         "opslot_models",
         "opslot_patchgen",
@@ -77,7 +78,8 @@ def test_each_wheel_is_complete(wheels):
         if distribution != "opslot_backend_acme":
             assert any(name.endswith("licenses/NOTICE") for name in files), distribution
             assert any(name.endswith("/py.typed") for name in files), distribution
-    assert "opslot_backends/__init__.py" not in names["opslot_backend_torch"]
+    for distribution in ("opslot_backend_liger", "opslot_backend_torch"):
+        assert "opslot_backends/__init__.py" not in names[distribution]
     generated = [name for name in names["opslot_models"] if "modeling_qwen3_moe" in name]
     assert {Path(name).suffix for name in generated} == {".py", ".patch"}
 

@@ -1,6 +1,7 @@
 """`opslot backends check`: each rule, broken and kept. Over folders of distributions, in fresh interpreters."""
 
 import json
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -356,9 +357,9 @@ def test_wrong_usage_exits_with_2(acme):
     site = acme("")
     for arguments in (("check",), ("check", "acmi"), ("chekc", "acme")):
         out = site.python("-m", "opslot", "backends", *arguments, code=2)
-    assert "no installed distribution 'acmi' has a backend (did you mean 'acme'?); installed: acme, opslot" in (
-        site.python("-m", "opslot", "backends", "check", "acmi", code=2)
-    )
+    out = site.python("-m", "opslot", "backends", "check", "acmi", code=2)
+    words = r"no installed distribution 'acmi' has a backend \(did you mean 'acme'\?\); installed: acme, .*opslot"
+    assert re.search(words, out)
     out = site.python("-m", "opslot", "backends", "check", "acme", code=2, OPSLOT_BACKENDS="-acme")
     assert "'acme' is denied by OPSLOT_BACKENDS='-acme'" in out
     text = site.python("-m", "opslot", "backends", "check", "--help").replace("\n", " ")

@@ -13,7 +13,8 @@ print(json.dumps([
     {"distribution": r.distribution, "name": r.name, "version": r.version, "denied": r.denied, "remark": r.remark,
      "imported": r.imported, "milliseconds": r.milliseconds,
      "error": r.error and f"{type(r.error).__name__}: {r.error}", "cause": r.error and type(r.error.__cause__).__name__}
-    for r in opslot.registry().records if r.distribution not in ("opslot", "opslot-backend-torch")
+    for r in opslot.registry().records
+    if r.distribution not in ("opslot", "opslot-backend-liger", "opslot-backend-torch")
 ]))
 """
 MARK = "open(__file__ + '.ran', 'a').write('x')\n"

@@ -117,7 +117,7 @@ def test_every_fault_is_a_finding(found):
         assert f"rms_norm/standard, kernel {kernel}" in problems[kernel]
         assert "seed 0" in problems[kernel]
     assert {outcome["kernel"] for outcome in rms_norm["outcomes"]} >= {*FAULTS, "good"}
-    (absent,) = rms_norm["not_run"]
+    (absent,) = (kernel for kernel in rms_norm["not_run"] if "elsewhere" in str(kernel))  # others may be installed
     assert absent["kernel"] == "rms_norm/standard:elsewhere"
     assert absent["reason"].startswith("needs a npu device, this is cpu")
     (unjudged,) = [outcome for outcome in nothing["outcomes"] if outcome["problem"]]
