@@ -21,7 +21,7 @@ class Priority(IntEnum):
     """What `auto` prefers. It takes the usable kernel of the highest band, and eager when none is above BY_NAME.
 
     BY_NAME: never chosen by `auto`, only by name (experimental, or a trade that its user must want).
-    PORTABLE: less time or less memory than eager on every device it supports, and at most a quarter more of the other.
+    PORTABLE: less time or less memory than eager on every device it supports, at no cost that a training step notices.
     TUNED: written for one family of devices, and measured there to beat the portable kernels.
     NATIVE: the fastest verified kernel on the architectures that it requires.
     """

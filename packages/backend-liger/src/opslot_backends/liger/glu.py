@@ -9,7 +9,7 @@ from torch import Tensor
 from ._function import first_order, launches, refuse_long_rows, writable
 from ._implementation import chosen
 
-# CuTe's fails for no rows.
+# CuTe's does not launch for no rows: docs/results/*-h200-liger-cutedsl.json.
 SWIGLU_IMPLEMENTATION, (swiglu_forward, swiglu_backward) = chosen(
     "glu/swiglu", "liger_kernel.ops.swiglu", ("swiglu_forward", "swiglu_backward")
 )

@@ -21,7 +21,10 @@ IMPLEMENTATION, (rope_forward, rope_backward) = chosen(
 )
 
 _Pair = tuple[Tensor, Tensor]
-_HALVES = "rotary_pos_emb: liger reads the first half of cos and sin, and here the second is another"
+_HALVES = (
+    "rotary_pos_emb: liger reads the first half of cos and sin, and here the second is another: choose "
+    "rotary_pos_emb: eager"
+)
 
 
 def implementation() -> str:
@@ -158,7 +161,7 @@ def _require_equal_halves(*tables: Tensor) -> None:
         if counted and _agreeing.get(table) == seen:
             continue
         if not torch.equal(*table.detach().chunk(2, dim=-1)):
-            raise KernelUnavailable(f"{_HALVES}: choose rotary_pos_emb: eager")
+            raise KernelUnavailable(_HALVES)
         if counted:
             _agreeing[table] = seen
 
