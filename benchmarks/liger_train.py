@@ -13,16 +13,18 @@ step has other pieces of it, the same for all candidates. Written are the curves
 picture of them beside it.
 
 The verdict is over the last steps: how far a candidate's loss is from eager's, step by step and on average, against
-what lies between two runs of eager, or 1e-3 where that is more. Two candidates run only when they are asked for:
-`nudged` is eager from weights of which one is a rounding away, so it shows how far a run drifts that differs in nothing
-but one rounding; `patched-experts` has Liger's experts, which are tuned for minutes on first use. `liger` leaves them
-out, as `patched` does.
+the most that lies between two of the runs of eager, or 1e-3 where that is more. Some candidates run only when they are
+asked for: `eager-third` and `eager-fourth` are more runs of eager, since two of them say little of how far any two are
+apart; `nudged` is eager from weights of which one is a rounding away, so it shows how far a run drifts that differs in
+nothing but one rounding; `patched-experts` has Liger's experts, which are tuned for minutes on first use. `liger`
+leaves them out, as `patched` does.
 
 Exit codes: 0; 1 when a candidate failed, the others are measured all the same; 2 wrong usage.
 """
 
 import argparse
 import hashlib
+import itertools
 import json
 import math
 import platform
@@ -40,13 +42,15 @@ from typing import Any
 CANDIDATES = {
     "eager": "eager",
     "eager-again": "eager again",
+    "eager-third": "eager, third run",
+    "eager-fourth": "eager, fourth run",
     "liger": "liger",
     "patched": "transformers patched by Liger",
     "patched-experts": "patched by Liger, experts too",
     "auto": "auto",
     "nudged": "eager, one weight a rounding away",
 }
-DEFAULT = [name for name in CANDIDATES if name not in ("patched-experts", "nudged")]
+DEFAULT = ["eager", "eager-again", "liger", "patched", "auto"]
 PACKAGES = (
     *("torch", "triton", "transformers", "liger-kernel", "opslot", "opslot-models"),
     *("opslot-backend-torch", "opslot-backend-liger"),
@@ -266,19 +270,20 @@ def verdict(results: dict[str, Any]) -> dict[str, Any]:
     if "eager" not in last:
         return {}
 
-    def apart(losses: list[float]) -> dict[str, float]:
-        differences = [mine - theirs for mine, theirs in zip(losses, last["eager"], strict=True)]
+    def apart(losses: list[float], others: list[float]) -> dict[str, float]:
+        differences = [mine - theirs for mine, theirs in zip(losses, others, strict=True)]
         return {
             "mean_of_differences": statistics.fmean(map(abs, differences)),
             "difference_of_means": abs(statistics.fmean(differences)),
         }
 
-    again = apart(last.get("eager-again", last["eager"]))
-    limits = {key: max(LEAST_LIMIT, value) for key, value in again.items()}
+    repeats = [losses for name, losses in last.items() if name.split("-")[0] == "eager"]
+    pairs = [apart(*pair) for pair in itertools.combinations(repeats, 2)]
+    limits = {key: max(LEAST_LIMIT, *(pair[key] for pair in pairs), 0.0) for key in apart(repeats[0], repeats[0])}
     found = {}
     for name, losses in last.items():
         if name != "eager":
-            distances = apart(losses)
+            distances = apart(losses, last["eager"])
             within = all(value <= limits[key] for key, value in distances.items())
             found[name] = {**distances, "limits": limits, "within": within}
     return found

@@ -76,6 +76,10 @@ def test_the_verdict(liger_train):
     # Two runs of eager that differ more than 1e-3 say how far is allowed, in each of the two figures.
     found = liger_train.verdict({**runs, "eager-again": result(*[4.8, 5.2] * 30)})
     assert [name for name, judged in found.items() if not judged["within"]] == ["patched"]
+    # And of more runs the two that are furthest apart, whether or not the first is one of them.
+    more = {"eager-again": result(*[4.998] * 60), "eager-third": result(*[5.002] * 60)}
+    limits = liger_train.verdict({**runs, **more})["liger"]["limits"]
+    assert limits == pytest.approx({"mean_of_differences": 0.004, "difference_of_means": 0.004})
 
 
 def test_a_run_that_cannot_be_compared_gets_no_verdict(liger_train):

@@ -9,8 +9,8 @@ import torch
 
 pytest.importorskip("liger_kernel", reason="liger-kernel is not installed: it needs triton, which is not everywhere")
 
+from opslot.autograd import first_order, matmul_dtype
 from opslot_backends.liger import cross_entropy_loss, moe_experts, rotary_pos_emb
-from opslot_backends.liger._function import first_order, matmul_dtype
 
 
 @pytest.fixture

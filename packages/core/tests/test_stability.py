@@ -12,6 +12,7 @@ import zipfile
 from pathlib import Path
 
 import opslot
+import opslot.autograd
 import opslot.testing
 import pytest
 
@@ -28,6 +29,7 @@ def surface() -> dict[str, dict]:
     """Every public name with what a caller may rely on: parameters, members, values, bases."""
     public = {name: getattr(opslot, name) for name in opslot.__all__}
     public |= {f"testing.{name}": getattr(opslot.testing, name) for name in TESTING}
+    public |= {f"autograd.{name}": getattr(opslot.autograd, name) for name in opslot.autograd.__all__}
     return {name: described(value) for name, value in sorted(public.items())}
 
 

@@ -3,12 +3,7 @@
 from typing import Any
 
 import torch
-
-
-def _refuse_second_derivatives() -> None:
-    # torch's once_differentiable leaves a kernel's share of a second derivative out, silently, below a plain loss.
-    if torch.is_grad_enabled():
-        raise RuntimeError("acme's kernels have no second derivative (create_graph=True): choose eager")
+from opslot.autograd import first_order
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -21,8 +16,8 @@ class _RMSNorm(torch.autograd.Function):
         return weight * (x.float() * rstd).to(x.dtype)
 
     @staticmethod
+    @first_order
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
-        _refuse_second_derivatives()
         x, weight, rstd = ctx.saved_tensors
         normalised = x.float() * rstd
         scaled = (grad * weight).to(x.dtype).float()
@@ -44,8 +39,8 @@ class _ReluSquared(torch.autograd.Function):
         return y.square()
 
     @staticmethod
+    @first_order
     def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        _refuse_second_derivatives()
         (y,) = ctx.saved_tensors
         return 2 * grad * y
 

@@ -57,13 +57,7 @@ BACKEND = Backend(
             f"{_LOSS}; slower than eager for a few classes",
             priority=Priority.BY_NAME,
         ),
-        _kernel(
-            "glu/geglu_tanh",
-            "glu:geglu_tanh",
-            _GLU,
-            nested="geglu_implementation",
-            priority=Priority.PORTABLE,
-        ),
+        _kernel("glu/geglu_tanh", "glu:geglu_tanh", _GLU, nested="geglu_implementation"),
         # Triton's sigmoid is a fast one: docs/results/2026-11-30-h200-liger-swiglu-float32.json.
         _kernel("glu/swiglu", "glu:swiglu", _GLU, nested="swiglu_implementation", rms_error=(("float32", 1.2),)),
         _kernel(
@@ -77,13 +71,8 @@ BACKEND = Backend(
         _kernel("rms_norm/standard", "rms_norm:rms_norm", _NORM),
         _kernel("rms_norm/fp32_weight", "rms_norm:rms_norm_fp32_weight", _NORM),
         _kernel("rms_norm/zero_centered", "rms_norm:rms_norm_zero_centered", _NORM),
-        _kernel(
-            "rms_norm/unweighted",
-            "rms_norm:rms_norm_unweighted",
-            f"{_NORM}; rounded once",
-            priority=Priority.PORTABLE,
-        ),
-        _kernel("rms_norm/unweighted_fp32", "rms_norm:rms_norm_unweighted", _NORM, priority=Priority.PORTABLE),
+        _kernel("rms_norm/unweighted", "rms_norm:rms_norm_unweighted", f"{_NORM}; rounded once"),
+        _kernel("rms_norm/unweighted_fp32", "rms_norm:rms_norm_unweighted", _NORM),
         _kernel("rotary_pos_emb/full", "rotary_pos_emb:rotary_pos_emb", _ROTATION),
         _kernel("rotary_pos_emb/partial", "rotary_pos_emb:rotary_pos_emb_partial", _ROTATION),
         _kernel("rotary_pos_emb/half_table", "rotary_pos_emb:rotary_pos_emb_half_table", _ROTATION.partition(";")[0]),

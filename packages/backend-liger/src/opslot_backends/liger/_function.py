@@ -1,16 +1,13 @@
-"""What the adapters share: which calls reach Liger's launchers, and what a custom autograd function must not do."""
+"""What the adapters share: which calls reach Liger's launchers, and which memory they may write to."""
 
-import functools
 import sys
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from opslot import KernelUnavailable
+from opslot.autograd import is_watched
 from torch import Tensor
-
-Backward = Callable[..., Tensor | tuple[Tensor | None, ...]]
 
 # Liger holds a row in one block of at most this many elements.
 _LONGEST_ROW = 65536
@@ -24,9 +21,9 @@ def launches(*tensors: Tensor | None) -> bool:
     it would see the memory that a kernel is given, but not what the kernel writes there. Selective checkpointing then
     keeps a copy for its recomputation that has been written over.
     """
-    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
-        return False
-    return all(t is None or (type(t) in (Tensor, torch.nn.Parameter) and not t.is_meta) for t in tensors)
+    return not is_watched() and all(
+        t is None or (type(t) in (Tensor, torch.nn.Parameter) and not t.is_meta) for t in tensors
+    )
 
 
 def refuse_long_rows(size: int, what: str) -> None:
@@ -41,41 +38,6 @@ def on_device_of(tensor: Tensor) -> AbstractContextManager[None]:
     """
     guard: AbstractContextManager[None] = torch.cuda.device_of(tensor)  # type: ignore[no-untyped-call]
     return guard
-
-
-def matmul_dtype(tensor: Tensor) -> torch.dtype:
-    """The dtype in which a linear layer would take `tensor`: autocast's where that is on, else its own.
-
-    A custom autograd function hides its products from autocast, so the kernels cast as autocast would have.
-    """
-    kind = tensor.device.type
-    # Autocast leaves float64 alone, and the meta device has none.
-    if kind != "meta" and torch.is_autocast_enabled(kind) and tensor.dtype is not torch.float64:
-        return torch.get_autocast_dtype(kind)
-    return tensor.dtype
-
-
-def first_order(backward: Backward) -> Backward:
-    """A backward outside autocast that refuses `create_graph=True`: Liger's kernels have no second derivative.
-
-    torch's `once_differentiable` refuses only where the incoming gradient itself requires one, and otherwise leaves
-    this function's share of a second derivative out in silence.
-    """
-
-    @functools.wraps(backward)
-    def checked(ctx: Any, *gradients: Tensor | None) -> Tensor | tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():
-            raise RuntimeError(
-                f"{backward.__module__} has no second derivative (create_graph=True): choose eager for this op"
-            )
-        first = gradients[0]
-        # There is none below a function that gave none, where a forward asked for that: it has nothing to compute.
-        if first is None or first.is_meta:
-            return backward(ctx, *gradients)
-        with torch.autocast(first.device.type, enabled=False):
-            return backward(ctx, *gradients)
-
-    return checked
 
 
 def writable(saved: list[Tensor]) -> list[Tensor]:

@@ -11,10 +11,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from opslot.autograd import first_order, matmul_dtype
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ._function import first_order, launches, matmul_dtype, on_device_of
+from ._function import launches, on_device_of
 from ._implementation import chosen
 
 IMPLEMENTATION = chosen(

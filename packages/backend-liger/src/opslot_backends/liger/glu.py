@@ -4,9 +4,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from opslot.autograd import first_order
 from torch import Tensor
 
-from ._function import first_order, launches, refuse_long_rows, writable
+from ._function import launches, refuse_long_rows, writable
 from ._implementation import chosen
 
 # CuTe's does not launch for no rows: docs/results/*-h200-liger-cutedsl.json.

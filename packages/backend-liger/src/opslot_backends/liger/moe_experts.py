@@ -3,9 +3,10 @@
 from typing import Any
 
 import torch
+from opslot.autograd import first_order, matmul_dtype
 from torch import Tensor
 
-from ._function import first_order, matmul_dtype, on_device_of
+from ._function import on_device_of
 from ._implementation import chosen
 
 IMPLEMENTATION, (LigerFusedMoEFunction,) = chosen(

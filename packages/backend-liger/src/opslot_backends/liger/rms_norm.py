@@ -4,9 +4,10 @@ from typing import Any
 
 import torch
 from liger_kernel.ops.utils import calculate_settings
+from opslot.autograd import first_order
 from torch import Tensor
 
-from ._function import first_order, launches, refuse_long_rows
+from ._function import launches, refuse_long_rows
 from ._implementation import chosen
 
 # CuTe's fails for rows of one element, and elsewhere it does not launch: docs/results/*-h200-liger-cutedsl.json.

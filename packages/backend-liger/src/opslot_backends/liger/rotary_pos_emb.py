@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 from opslot import KernelUnavailable
+from opslot.autograd import first_order
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ._function import first_order, launches, on_device_of
+from ._function import launches, on_device_of
 from ._implementation import chosen
 
 # Other implementations know neither partial nor half tables, and keep the addresses of tables they have seen.

@@ -6,13 +6,12 @@ Shapes: N rows (tokens), H hidden, V vocabulary.
 from collections.abc import Iterator
 from typing import Any
 
+from opslot.autograd import first_order, is_watched, matmul_dtype
 from opslot.ops.cross_entropy_loss import cross_entropy_loss as plain_loss
 
 import torch
 from torch import Tensor
 from torch.nn.functional import nll_loss, pad
-
-from ._autograd import first_order, is_watched, matmul_dtype
 
 # Logits that exist at one time, in elements: on the CPU a chunk should stay in the cache. An accelerator gets 1 GiB in
 # float32; each chunk reads and writes the gradient of the whole weight once, so it should not be much smaller.

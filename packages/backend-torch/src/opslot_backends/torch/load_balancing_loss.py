@@ -6,10 +6,10 @@ Shapes: R rows, the tokens of all layers one after the other; E experts.
 from collections.abc import Sequence
 from typing import Any
 
+from opslot.autograd import first_order
+
 import torch
 from torch import Tensor
-
-from ._autograd import first_order
 
 # Router logits that are computed together, in elements: the memory for them, in float32 and a few times over, stays
 # small however many layers there are.

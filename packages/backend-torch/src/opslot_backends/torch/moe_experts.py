@@ -8,11 +8,11 @@ wrote is never read, not even to be multiplied by zero, which would keep a NaN.
 
 from typing import Any
 
+from opslot.autograd import first_order, is_watched, matmul_dtype
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-
-from ._autograd import first_order, is_watched, matmul_dtype
 
 
 def moe_experts(

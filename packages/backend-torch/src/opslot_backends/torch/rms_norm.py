@@ -2,11 +2,11 @@
 
 from typing import Any
 
+from opslot.autograd import first_order
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-
-from ._autograd import first_order
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

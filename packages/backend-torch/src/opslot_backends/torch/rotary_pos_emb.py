@@ -2,10 +2,10 @@
 
 from typing import Any
 
+from opslot.autograd import first_order
+
 import torch
 from torch import Tensor
-
-from ._autograd import first_order
 
 
 def rotary_pos_emb(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
