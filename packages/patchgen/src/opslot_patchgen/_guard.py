@@ -2,7 +2,7 @@
 
 import ast
 import builtins
-from collections.abc import Sequence, Set
+from collections.abc import Iterator, Sequence, Set
 from typing import assert_never
 
 import libcst as cst
@@ -71,9 +71,11 @@ def _region_edit(tree: Tree, guard: RegionGuard) -> Edit:
     _require_same_results(tree, guard, statements)
     edit, kept, indent = _reindented(tree, statements)
     imported = {reference.partition(":")[2] for reference in guard.uses}
-    _require_known(tree, method, guard.slot, edit.start, guard.when, guard.kernel_call, imported=imported)
+    arguments = (_operand(tree, method, guard.first), *guard.arguments, *_forwarded(tree, method, guard))
+    call = f"kernel({', '.join(arguments)})"
+    _require_known(tree, method, guard.slot, edit.start, guard.when, call, imported=imported)
     taken = [f"{name} = None" for name in guard.cleared]
-    taken += [f"{guard.result} = kernel(", *(f"    {argument}," for argument in guard.arguments), ")"]
+    taken += [f"{guard.result} = kernel(", *(f"    {argument}," for argument in arguments), ")"]
     head = _read_slot(guard.slot, indent, guard.when)
     return _either(edit, head, [f"{indent}    {line}  # opslot" for line in taken], indent, kept)
 
@@ -122,6 +124,30 @@ def _stretch(tree: Tree, method: Method, guard: RegionGuard) -> Sequence[cst.Bas
     if end < begin:
         raise SourceError(f"{tree.at(first)}: {guard.first} is called after {guard.last}")
     return statements[begin : end + 1]
+
+
+def _operand(tree: Tree, method: Method, callee: str) -> str:
+    """The one argument of the only call of `callee`."""
+    call = _only_call(tree, method, callee)
+    if len(call.args) != 1 or call.args[0].keyword or call.args[0].star:
+        raise SourceError(f"{tree.at(call)}: {callee} is not called with one positional argument")
+    operand = tree.code(call.args[0].value)
+    if "\n" in operand or "#" in operand:
+        raise SourceError(f"{tree.at(call)}: the argument of {callee} is not written on one line")
+    return operand
+
+
+def _forwarded(tree: Tree, method: Method, guard: RegionGuard) -> Iterator[str]:
+    """Keywords of the kernel, read from the mapping that upstream gives to `last`."""
+    if not guard.forwarded:
+        return
+    call = _only_call(tree, method, guard.last)
+    mappings = [tree.code(argument.value) for argument in call.args if argument.star == "**"]
+    if len(mappings) != 1:
+        raise TargetGone(f"{tree.at(call)}: {guard.last} gets no `**mapping`, or several: {method.name} forwarded one")
+    for name, default in guard.forwarded:
+        rest = "" if default is None else f", {default}"
+        yield f'{name}={mappings[0]}.get("{name}"{rest})'
 
 
 def _require_same_results(tree: Tree, guard: RegionGuard, statements: Sequence[cst.BaseStatement]) -> None:

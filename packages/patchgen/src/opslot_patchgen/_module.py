@@ -16,21 +16,41 @@ _ESCAPE = re.compile(r"(^|\.)AutoModel\w*\.(_?from_config|from_pretrained)$")
 
 def module_edits(tree: Tree, spec: ModelSpec) -> list[Edit]:
     heads = [head for head in tree.classes() if any(base.startswith("GenericFor") for base in tree.bases(head))]
-    refuse_escapes(tree)
+    composed = composed_constructors(tree)
     return [
         *absolute_imports(tree),
-        *_our_imports(tree, spec, bool(heads)),
+        *_our_imports(tree, spec, adopts=bool(heads or composed)),
         *_slots(tree, spec),
         *_identity(tree),
         *(_adopting_head(tree, head) for head in heads),
+        *(_adopting_constructor(tree, constructor) for constructor in composed),
     ]
 
 
-def refuse_escapes(tree: Tree) -> None:
-    for call in tree.walk(tree.module, cst.Call):
-        code = tree.code(call.func)
-        if _ESCAPE.search(code):
-            raise UpstreamEscape(f"{tree.at(call)}: {code} builds upstream's classes, whose slots nobody can bind")
+def escapes(tree: Tree) -> list[cst.Call]:
+    """The calls that build what they build through AutoModel, which yields upstream's classes."""
+    return [call for call in tree.walk(tree.module, cst.Call) if _ESCAPE.search(tree.code(call.func))]
+
+
+def composed_constructors(tree: Tree) -> list[Definition]:
+    """The constructors that build submodules through AutoModel: each swaps them for ours before it returns."""
+    constructors = [
+        definition
+        for definition in tree.definitions
+        if definition.name.endswith(".__init__")
+        and definition.owner is not None
+        and any(base.endswith("PreTrainedModel") for base in tree.bases(definition.owner))
+    ]
+    found: dict[str, Definition] = {}
+    for call in escapes(tree):
+        around = [constructor for constructor in constructors if tree.holds(constructor.node, call)]
+        if not around:
+            raise UpstreamEscape(
+                f"{tree.at(call)}: {tree.code(call.func)} builds upstream's classes, whose slots nobody can bind, "
+                "outside the constructor of a model"
+            )
+        found[around[0].name] = around[0]
+    return list(found.values())
 
 
 def absolute_imports(tree: Tree) -> list[Edit]:
@@ -56,13 +76,13 @@ def _absolute_import(tree: Tree, node: cst.ImportFrom, name: str) -> Edit:
     return Edit(place.line - 1, place.line, (line[:start] + new + line[start + len(old) :],))
 
 
-def _our_imports(tree: Tree, spec: ModelSpec, has_heads: bool) -> list[Edit]:
+def _our_imports(tree: Tree, spec: ModelSpec, *, adopts: bool) -> list[Edit]:
     needed = {"opslot": {"OpSlot"}}
     if any(isinstance(guard, ForwardGuard) for guard in spec.guards):
         needed["opslot"].add("guard_forward")
     references = {guard.slot.check for guard in spec.guards if guard.slot.check}
     references |= {name for guard in spec.guards if isinstance(guard, RegionGuard) for name in guard.uses}
-    for reference in references | {_NO_HUB_KERNELS} | ({_ADOPT} if has_heads else set()):
+    for reference in references | {_NO_HUB_KERNELS} | ({_ADOPT} if adopts else set()):
         module, _, name = reference.partition(":")
         needed.setdefault(module, set()).add(name)
     for names in needed.values():
@@ -123,6 +143,16 @@ def _adopting_head(tree: Tree, head: Definition) -> Edit:
     # `class X(GenericForY, Z): ...` leaves no room inside, so a subclass takes its name.
     subclass = f"class {head.name}({head.name}):  # opslot"
     return insertion(tree.position(head.node).end.line, subclass, *(f"    {line}" for line in marked))
+
+
+def _adopting_constructor(tree: Tree, constructor: Definition) -> Edit:
+    body = constructor.node.body
+    if not isinstance(body, cst.IndentedBlock):
+        raise SourceError(f"{tree.at(constructor.node)}: the body of {constructor.name} is on the line of its header")
+    for left in tree.walk(constructor.node, cst.Return):
+        raise SourceError(f"{tree.at(left)}: {constructor.name} returns before what it has built is swapped")
+    indent = " " * tree.position(body.body[0]).start.column
+    return insertion(tree.position(body.body[-1]).end.line, f"{indent}adopt_backbone(self)  # opslot")
 
 
 def _in_class(tree: Tree, definition: Definition, *lines: str) -> Edit:

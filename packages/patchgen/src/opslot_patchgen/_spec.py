@@ -90,9 +90,10 @@ class CallGuard(_Guard):
 class RegionGuard(_Guard):
     """Around the statements of a method from the one that calls `first` to the one that calls `last`.
 
-    A kernel runs when `when` holds: it is called with `arguments`, its value goes to `result`, and every name in
-    `cleared` becomes None. Together these must be all that the region assigns. `uses` are functions, "module:name",
-    that `when` or the arguments call and that the generated module imports.
+    A kernel runs when `when` holds. It is called with what upstream gives to `first`, then `arguments`, then a keyword
+    for each of `forwarded`: (name, default), read from the `**mapping` that upstream gives to `last`. Its value goes to
+    `result`, and every name in `cleared` becomes None. Together these must be all that the region assigns. `uses` are
+    functions, "module:name", that `when` or the arguments call and that the generated module imports.
     """
 
     first: str
@@ -100,6 +101,7 @@ class RegionGuard(_Guard):
     when: str
     result: str
     arguments: tuple[str, ...]
+    forwarded: tuple[tuple[str, int | None], ...] = ()
     cleared: tuple[str, ...] = ()
     uses: tuple[str, ...] = ()
 
@@ -109,14 +111,10 @@ class RegionGuard(_Guard):
             _require(_REFERENCE, reference, "function")
         for callee in (self.first, self.last):
             _require(_DOTTED, callee, "call")
-        for name in (self.result, *self.cleared):
+        for name in (self.result, *self.cleared, *(name for name, _ in self.forwarded)):
             _require(_NAME, name, "name")
-        for expression in (self.when, self.kernel_call):
+        for expression in (self.when, f"kernel({', '.join(self.arguments)})"):
             _require_expression(expression)
-
-    @property
-    def kernel_call(self) -> str:
-        return f"kernel({', '.join(self.arguments)})"
 
     @property
     def site(self) -> str:

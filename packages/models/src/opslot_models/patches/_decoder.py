@@ -1,6 +1,6 @@
 """The guards of a decoder in Llama's manner. `prefix` is what the family's class names begin with."""
 
-from opslot_patchgen import CallGuard, EntryGuard, Guard, RegionGuard, Slot
+from opslot_patchgen import CallGuard, EntryGuard, ForwardGuard, Guard, RegionGuard, Slot
 
 
 def dense_decoder(prefix: str) -> tuple[Guard, ...]:
@@ -16,6 +16,14 @@ def rms_norm(prefix: str) -> Guard:
     )
 
 
+def zero_centered_norm(prefix: str) -> Guard:
+    return EntryGuard(
+        target=f"{prefix}RMSNorm.forward",
+        slot=Slot("rms_norm", "zero_centered"),
+        result="kernel(x, self.weight, self.eps)",
+    )
+
+
 def swiglu(prefix: str) -> Guard:
     return EntryGuard(
         target=f"{prefix}MLP.forward",
@@ -24,17 +32,26 @@ def swiglu(prefix: str) -> Guard:
     )
 
 
-def rotary_pos_emb(prefix: str) -> Guard:
+def geglu(prefix: str) -> Guard:
+    return EntryGuard(
+        target=f"{prefix}MLP.forward",
+        slot=Slot("glu", "geglu_tanh", activation="act_fn"),
+        result="self.down_proj(kernel(self.gate_proj(x), self.up_proj(x)))",
+    )
+
+
+def rotary_pos_emb(prefix: str, variant: str = "full") -> Guard:
     return CallGuard(
         target=f"{prefix}Attention.forward",
-        slot=Slot("rotary_pos_emb", "full"),
+        slot=Slot("rotary_pos_emb", variant),
         call="apply_rotary_pos_emb",
     )
 
 
-def causal_loss(prefix: str) -> Guard:
+def causal_loss(prefix: str, *arguments: str, head: str = "ForCausalLM") -> Guard:
+    """`arguments` are what the family does to its logits before the loss, as keywords of the kernel."""
     return RegionGuard(
-        target=f"{prefix}ForCausalLM.forward",
+        target=f"{prefix}{head}.forward",
         slot=Slot("cross_entropy_loss", "causal", check="opslot_models.adoption:loss_obstacle"),
         first="self.lm_head",
         last="self.loss_function",
@@ -43,12 +60,22 @@ def causal_loss(prefix: str) -> Guard:
         uses=("opslot_models.adoption:own_loss",),
         cleared=("logits",),
         result="loss",
-        arguments=(
-            "hidden_states",
-            "self.cross_entropy_loss_op.weight(self.lm_head)",
-            "labels",
-            'num_items_in_batch=kwargs.get("num_items_in_batch")',
-            'ignore_index=kwargs.get("ignore_index", -100)',
-            'shift_labels=kwargs.get("shift_labels")',
+        arguments=("self.cross_entropy_loss_op.weight(self.lm_head)", "labels", *arguments),
+        forwarded=(("num_items_in_batch", None), ("ignore_index", -100), ("shift_labels", None)),
+    )
+
+
+def experts(prefix: str) -> tuple[Guard, ...]:
+    """Routed experts, and the loss that balances them."""
+    return (
+        ForwardGuard(
+            target=f"{prefix}Experts",
+            slot=Slot("moe_experts", "standard", activation="act_fn", check="opslot_models.adoption:experts_obstacle"),
+            attributes=("gate_up_proj", "down_proj"),
+        ),
+        CallGuard(
+            target=f"{prefix}ForCausalLM.forward",
+            slot=Slot("load_balancing_loss", "standard"),
+            call="load_balancing_loss_func",
         ),
     )

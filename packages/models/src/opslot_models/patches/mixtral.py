@@ -1,0 +1,11 @@
+"""Mixtral: where upstream runs a replaceable op, and what a kernel is given there."""
+
+from opslot_patchgen import ModelSpec
+
+from ._decoder import causal_loss, experts, rms_norm, rotary_pos_emb
+
+SPEC = ModelSpec(
+    family="mixtral",
+    source="transformers.models.mixtral.modeling_mixtral",
+    guards=(rms_norm("Mixtral"), rotary_pos_emb("Mixtral"), *experts("Mixtral"), causal_loss("Mixtral")),
+)

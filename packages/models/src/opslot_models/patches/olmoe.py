@@ -1,0 +1,11 @@
+"""OLMoE: where upstream runs a replaceable op, and what a kernel is given there."""
+
+from opslot_patchgen import ModelSpec
+
+from ._decoder import causal_loss, experts, rms_norm, rotary_pos_emb
+
+SPEC = ModelSpec(
+    family="olmoe",
+    source="transformers.models.olmoe.modeling_olmoe",
+    guards=(rms_norm("Olmoe"), rotary_pos_emb("Olmoe"), *experts("Olmoe"), causal_loss("Olmoe")),
+)
