@@ -3,7 +3,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import AutoConfig, Gemma3Config, PreTrainedConfig
 
 COMMON = {
     "vocab_size": 96,
@@ -17,7 +17,46 @@ COMMON = {
 }
 # Every op of a family runs, and what only some of its models have: biases, sliding windows, a dense layer.
 FAMILIES: dict[str, dict[str, Any]] = {
+    "gemma2": {
+        "num_hidden_layers": 2,
+        "sliding_window": 8,
+        "query_pre_attn_scalar": 16,
+        "final_logit_softcapping": 5.0,
+    },
+    "gemma3": {
+        "num_hidden_layers": 3,
+        "sliding_window": 8,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "query_pre_attn_scalar": 16,
+        "final_logit_softcapping": 5.0,
+    },
     "llama": {"num_hidden_layers": 2, "mlp_bias": True, "attention_bias": True},
+    "mistral": {"num_hidden_layers": 2, "sliding_window": 8},
+    "mixtral": {
+        "num_hidden_layers": 2,
+        "num_local_experts": 6,
+        "num_experts_per_tok": 2,
+        "output_router_logits": True,
+    },
+    "olmoe": {
+        "num_hidden_layers": 2,
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "clip_qkv": 0.5,
+        "output_router_logits": True,
+    },
+    "phi3": {
+        "num_hidden_layers": 2,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    },
+    "qwen2": {
+        "num_hidden_layers": 2,
+        "use_sliding_window": True,
+        "sliding_window": 8,
+        "max_window_layers": 1,
+    },
     "qwen3": {
         "num_hidden_layers": 2,
         "use_sliding_window": True,
@@ -45,16 +84,38 @@ def family() -> str:
 @pytest.fixture
 def config(family: str) -> Callable[..., PreTrainedConfig]:
     def make(**changes: object) -> PreTrainedConfig:
-        return AutoConfig.for_model(family, **{**COMMON, **FAMILIES[family], **changes})
+        model_type = {"gemma3": "gemma3_text"}.get(family, family)  # alone, without images
+        return AutoConfig.for_model(model_type, **{**COMMON, **FAMILIES[family], **changes})
 
     return make
 
 
 @pytest.fixture
-def every_kernel() -> dict[str, str]:
-    """A kernel for every op: `auto` leaves some to the model's own code on a CPU."""
-    ops = ("rms_norm", "rotary_pos_emb", "glu", "moe_experts", "load_balancing_loss")
-    return {**dict.fromkeys(ops, "torch"), "cross_entropy_loss": "chunk_loss"}
+def images() -> tuple[PreTrainedConfig, dict[str, torch.Tensor]]:
+    """A model of text and images, and a batch with one image of four tokens."""
+    text = {**COMMON, **FAMILIES["gemma3"]}
+    vision = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+    vision |= {"image_size": 16, "patch_size": 4, "vision_use_head": False}
+    ids = {"image_token_index": 90, "boi_token_index": 91, "eoi_token_index": 92}
+    config = Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4, num_labels=2, **ids)
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(1, 90, (2, 17), generator=generator)
+    tokens[0, 3:7] = 90
+    pixels = torch.randn(1, 3, 16, 16, generator=generator)
+    return config, {"input_ids": tokens, "pixel_values": pixels, "token_type_ids": (tokens == 90).long()}
+
+
+@pytest.fixture
+def every_kernel() -> dict[str, Any]:
+    """A kernel for every op that has one: `auto` leaves some to the model's own code on a CPU."""
+    return {
+        "rms_norm": {"standard": "torch", "zero_centered": "eager"},
+        "rotary_pos_emb": {"full": "torch", "partial": "eager"},
+        "glu": {"swiglu": "torch", "geglu_tanh": "eager"},
+        "moe_experts": "torch",
+        "load_balancing_loss": "torch",
+        "cross_entropy_loss": "chunk_loss",
+    }
 
 
 @pytest.fixture

@@ -1,7 +1,9 @@
 """All-eager is upstream, bit for bit; and each slot is reached with arguments that fit its contract."""
 
 import inspect
+import re
 from collections import Counter
+from pathlib import Path
 
 import opslot
 import pytest
@@ -10,19 +12,29 @@ import transformers
 from opslot import Backend, KernelSpec, Registry
 from opslot.ops import BACKEND as CORE
 from opslot_models import build_foundation_model, families
+from opslot_models._families import generated_module
 
 every_family = pytest.mark.parametrize("family", families())
-HEADS = {
+LABELS = {
     "ForCausalLM": {},
+    "ForConditionalGeneration": {},
     "ForSequenceClassification": {"labels": torch.tensor([0, 1])},
     "ForTokenClassification": {"labels": torch.arange(34).view(2, 17) % 2},
     "ForQuestionAnswering": {"start_positions": torch.tensor([1, 2]), "end_positions": torch.tensor([3, 4])},
 }
+HEADS = [
+    (family, name)
+    for family in families()
+    for name in generated_module(family).__all__
+    if "For" in name and name not in ("Gemma3ForConditionalGeneration", "Gemma3ForSequenceClassification")
+]
+# These two have a config of their own, with images.
+COMPOSED = ["Gemma3ForConditionalGeneration", "Gemma3ForSequenceClassification"]
 
 
-def both(config, head="ForCausalLM", ops="eager"):
-    """The same model from upstream's class and from ours."""
-    architecture = type(config).__name__.removesuffix("Config") + head
+def both(config, architecture=None, ops="eager"):
+    """The same model from upstream's class and from ours; a causal LM unless another is named."""
+    architecture = architecture or type(config).__name__.removesuffix("Config").removesuffix("Text") + "ForCausalLM"
     torch.manual_seed(0)
     upstream = getattr(transformers, architecture)._from_config(config)
     torch.manual_seed(0)
@@ -63,12 +75,17 @@ def assert_equal(one, other, batch):
         assert a.grad is None or torch.equal(a.grad, b.grad), name
 
 
-def test_every_family_is_tested_in_every_head():
-    from opslot_models._families import generated_module
+def guarded(family):
+    """The ops that the generated module has guards for."""
+    source = Path(generated_module(family).__file__).read_text(encoding="utf-8")
+    return {op for op, _ in re.findall(r"# opslot: (\w+)/(\w+)$", source, re.MULTILINE)}
 
-    for family in families():
-        heads = [name for name in generated_module(family).__all__ if "For" in name]
-        assert {f"For{head.partition('For')[2]}" for head in heads} == set(HEADS), family
+
+def test_ten_families_are_generated():
+    assert set(families()) == {
+        *("gemma2", "gemma3", "llama", "mistral", "mixtral"),
+        *("olmoe", "phi3", "qwen2", "qwen3", "qwen3_moe"),
+    }
 
 
 @every_family
@@ -90,24 +107,68 @@ def test_all_eager_is_upstream_with_every_implementation_of_the_experts(config, 
     assert_equal(upstream.to(dtype), ours.to(dtype), batch)
 
 
-@every_family
-@pytest.mark.parametrize("head", HEADS)
-def test_every_head_is_upstream_and_has_slots(config, batch, deterministic, head):
+@pytest.mark.parametrize(("family", "head"), HEADS, ids=[name for _, name in HEADS])
+def test_every_head_is_upstream_and_has_slots(family, config, batch, deterministic, head):
     del batch["labels"]
     upstream, ours = both(config(num_labels=2), head)
-    batch |= HEADS[head] or {"labels": batch["input_ids"]}
+    batch |= LABELS[f"For{head.partition('For')[2]}"] or {"labels": batch["input_ids"]}
     assert_equal(upstream, ours, batch)
+    losses = {"cross_entropy_loss", "load_balancing_loss"} if not head.endswith("ForCausalLM") else set()
+    assert {row.op for row in ours.opslot_binding.rows} == guarded(family) - losses
+    assert upstream_modules(ours) == []
+
+
+def upstream_modules(model):
+    """The modules of upstream's modeling files that have a generated family and are in use all the same."""
+    theirs = tuple(f"transformers.models.{family}." for family in families())
+    return [type(module).__name__ for module in model.modules() if type(module).__module__.startswith(theirs)]
+
+
+@pytest.mark.parametrize("head", COMPOSED)
+def test_a_model_with_images_is_upstream_and_has_slots(images, deterministic, head):
+    config, batch = images
+    upstream, ours = both(config, head)
+    perturb(upstream, ours)
+    labels = batch["input_ids"] if head.endswith("Generation") else torch.tensor([0, 1])
+    assert_equal(upstream, ours, {**batch, "labels": labels})
     slots = {row.op for row in ours.opslot_binding.rows}
-    assert {"rms_norm", "rotary_pos_emb", "glu"} <= slots
-    assert ("moe_experts" in slots) == hasattr(ours.config, "num_experts")
-    assert ("cross_entropy_loss" in slots) == (head == "ForCausalLM")
-    assert {type(module).__module__.split(".")[0] for module in ours.modules()} <= {
-        "torch",
-        "opslot_models",
-        "transformers",
-    }
-    left = [type(m).__name__ for m in ours.modules() if type(m).__module__.startswith("transformers.models.")]
-    assert left == []
+    assert slots == guarded("gemma3") - ({"cross_entropy_loss"} if "Sequence" in head else set())
+    assert upstream_modules(ours) == []
+
+
+def test_the_fused_loss_of_a_model_with_images(images, deterministic, recorded):
+    config, batch = images
+    registry, recorders = recorded
+    upstream, ours = both(config, "Gemma3ForConditionalGeneration")
+    ops = {"rms_norm": "recorder", "cross_entropy_loss": "recorder", "default": "eager"}
+    opslot.bind(ours, ops, device="cpu", registry=registry)
+    expected, actual = (model(**batch, labels=batch["input_ids"]) for model in (upstream, ours))
+    torch.testing.assert_close(actual.loss, expected.loss)
+    assert actual.logits is None
+    (call,) = recorders["cross_entropy_loss", "causal"].calls
+    assert call.get("logit_softcap") is None  # only the model of text alone caps its logits
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gemma3"])
+def test_a_fused_loss_caps_the_logits(config, batch, deterministic, recorded):
+    registry, recorders = recorded
+    upstream, ours = both(config(final_logit_softcapping=0.05))
+    uncapped, _ = both(config(final_logit_softcapping=None))
+    opslot.bind(ours, {"cross_entropy_loss": "recorder", "default": "eager"}, device="cpu", registry=registry)
+    expected = upstream(**batch).loss
+    assert (uncapped(**batch).loss - expected).abs() > 1e-3
+    torch.testing.assert_close(ours(**batch).loss, expected)
+    assert recorders["cross_entropy_loss", "causal"].calls[0]["logit_softcap"] == 0.05
+
+
+@every_family
+def test_a_fused_loss_sees_the_tokens_that_are_kept(config, batch, deterministic, recorded):
+    registry, recorders = recorded
+    upstream, ours = both(config())
+    opslot.bind(ours, {"cross_entropy_loss": "recorder", "default": "eager"}, device="cpu", registry=registry)
+    batch["labels"] = batch["labels"][:, -9:]
+    torch.testing.assert_close(ours(**batch, logits_to_keep=9).loss, upstream(**batch, logits_to_keep=9).loss)
+    assert recorders["cross_entropy_loss", "causal"].calls[0]["hidden_states"].shape == (2, 9, 64)
 
 
 class Recorder:

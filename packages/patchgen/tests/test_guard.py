@@ -56,7 +56,7 @@ class TinyForCausalLM(TinyPreTrainedModel):
         # no labels, no loss
         loss = None
         if labels is not None:
-            loss = self.loss_function(logits, labels)
+            loss = self.loss_function(logits, labels, **kwargs)
         return loss, logits
 """
 HEAD_GUARD = RegionGuard(
@@ -67,7 +67,8 @@ HEAD_GUARD = RegionGuard(
     when="labels is not None",
     cleared=("logits",),
     result="loss",
-    arguments=("x", "self.cross_entropy_loss_op.weight(self.lm_head)", 'index=kwargs.get("ignore_index", -100)'),
+    arguments=("self.cross_entropy_loss_op.weight(self.lm_head)",),
+    forwarded=(("num_items_in_batch", None), ("ignore_index", -100)),
 )
 
 EXPERTS = """\
@@ -159,7 +160,8 @@ def test_region_guard(generate):
             loss = kernel(  # opslot
                 x,  # opslot
                 self.cross_entropy_loss_op.weight(self.lm_head),  # opslot
-                index=kwargs.get("ignore_index", -100),  # opslot
+                num_items_in_batch=kwargs.get("num_items_in_batch"),  # opslot
+                ignore_index=kwargs.get("ignore_index", -100),  # opslot
             )  # opslot
         else:  # opslot
             logits = self.lm_head(x)
@@ -167,7 +169,7 @@ def test_region_guard(generate):
             # no labels, no loss
             loss = None
             if labels is not None:
-                loss = self.loss_function(logits, labels)
+                loss = self.loss_function(logits, labels, **kwargs)
         return loss, logits
 """
         in generated
@@ -309,7 +311,7 @@ REFUSALS = {
         ":22: a line continued with a backslash",
     ),
     "string over lines": (
-        HEAD.replace("labels)\n        return", 'labels, f"""a\n                {x}""")\n        return'),
+        HEAD.replace("logits, labels,", 'logits, f"""a\n                {x}""",'),
         HEAD_GUARD,
         SourceError,
         ":22: a string over several lines",
@@ -340,10 +342,28 @@ REFUSALS = {
         SourceError,
         ":22: a return inside the region",
     ),
+    "the call takes more": (
+        HEAD.replace("self.lm_head(x)", "self.lm_head(x, bias=None)"),
+        HEAD_GUARD,
+        SourceError,
+        ":17: self.lm_head is not called with one positional argument",
+    ),
+    "the call is spread": (
+        HEAD.replace("self.lm_head(x)", "self.lm_head(\n            x[\n                0])"),
+        HEAD_GUARD,
+        SourceError,
+        ":17: the argument of self.lm_head is not written on one line",
+    ),
+    "nothing is forwarded any more": (
+        HEAD.replace("labels, **kwargs)", "labels)"),
+        HEAD_GUARD,
+        TargetGone,
+        ":22: self.loss_function gets no `**mapping`",
+    ),
     "argument not bound yet": (HEAD, region(arguments=("y",)), TargetGone, "TinyForCausalLM.forward has no `y`"),
     "condition not bound yet": (HEAD, region(when="later is None"), TargetGone, "no `later` where the guard reads it"),
     "comment would move": (
-        HEAD.replace("labels)\n        return", "labels)\n            # deeper than the block\n        return"),
+        HEAD.replace("**kwargs)\n        return", "**kwargs)\n            # deeper than the block\n        return"),
         HEAD_GUARD,
         InverseError,
         "undoing the edits does not give the source back",
@@ -358,6 +378,15 @@ def test_refusal(case, generate):
         generate(text, guard)
     assert raised.type is error
     assert "modeling_tiny.py" in str(raised.value)
+
+
+def test_a_region_reads_what_upstream_gives_its_calls(generate):
+    """Whatever they are called there: releases slice the tokens in the call, and name the keywords otherwise."""
+    text = HEAD.replace("self.lm_head(x)", "self.lm_head(x[:, keep, :])").replace("x = self", "keep = x = self")
+    text = text.replace("**kwargs", "**lm_kwargs")
+    generated = generate(text, HEAD_GUARD)
+    assert "loss = kernel(  # opslot\n                x[:, keep, :],  # opslot\n" in generated
+    assert 'ignore_index=lm_kwargs.get("ignore_index", -100),  # opslot\n' in generated
 
 
 def test_overlapping_guards_are_refused(generate):

@@ -104,6 +104,48 @@ class TinyForTokenClassification(TinyForTokenClassification):  # opslot
     assert "from opslot_models.adoption import adopt_backbone, no_hub_kernels  # opslot\n" in generated
 
 
+COMPOSED = """\
+class TinyModel(TinyPreTrainedModel):
+    def __init__(self, config):
+        super().__init__(config)
+        language_model = AutoModel.from_config(config=config.text_config)
+        self.language_model = language_model
+        self.tower = auto.AutoModelForImages._from_config(config.vision_config)
+        self.post_init()  # last
+
+    def forward(self, x):
+        return x
+"""
+
+
+def test_a_composed_model_adopts_what_automodel_built_before_it_returns(generate):
+    generated = generate(f"{MLP}\n\n{COMPOSED}", GUARD)
+    assert generated.count("adopt_backbone(self)") == 1
+    assert (
+        "        self.post_init()  # last\n        adopt_backbone(self)  # opslot\n\n    def forward(self, x):"
+        in generated
+    )
+    assert "import adopt_backbone, no_hub_kernels  # opslot\n" in generated
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "error", "message"),
+    [
+        (
+            "TinyModel(TinyPreTrainedModel)",
+            "TinyModel(nn.Module)",
+            UpstreamEscape,
+            ":22: AutoModel.from_config builds upstream's classes",
+        ),
+        ("    def __init__(self, config)", "    def build(self, config)", UpstreamEscape, ":22: AutoModel.from_config"),
+        ("        self.post_init()  # last", "        return None", SourceError, ":25: TinyModel.__init__ returns"),
+    ],
+)
+def test_a_composed_model_that_cannot_adopt_is_refused(generate, old, new, error, message):
+    with pytest.raises(error, match=re.escape(message)):
+        generate(f"{MLP}\n\n{COMPOSED.replace(old, new)}", GUARD)
+
+
 def test_adopting_heads_run(generate):
     """The three forms of a head, executed with stand-ins for everything that they import."""
     generated = generate(f"{MLP}\n\n{HEADS}", GUARD)

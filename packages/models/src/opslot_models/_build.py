@@ -68,7 +68,7 @@ def build_foundation_model(
 
 
 def _model_class(config: PreTrainedConfig, architecture: str | None) -> type[PreTrainedModel]:
-    module = generated_module(config.model_type)
+    module = generated_module(_family(config))
     heads = [name for name in module.__all__ if not name.endswith("PreTrainedModel")]
     named = [architecture] if architecture else [name for name in config.architectures or () if name in heads]
     causal = [name for name in heads if name.endswith("ForCausalLM")]
@@ -77,6 +77,15 @@ def _model_class(config: PreTrainedConfig, architecture: str | None) -> type[Pre
         raise OpslotError(f"{config.model_type} has no architecture {name!r}; it has: {', '.join(heads)}")
     cls: type[PreTrainedModel] = getattr(module, name)
     return cls
+
+
+def _family(config: PreTrainedConfig) -> str:
+    """The family that a config belongs to: a composed one has configs of several model types in one module."""
+    for cls in type(config).__mro__:
+        package, _, name = cls.__module__.rpartition(".")
+        if package.startswith("transformers.models.") and name.startswith("configuration_"):
+            return package.rpartition(".")[2]
+    return config.model_type
 
 
 def _rehearse(

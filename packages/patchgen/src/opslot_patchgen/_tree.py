@@ -124,8 +124,11 @@ class Tree:
         return [self.code(base.value) for base in definition.node.bases]
 
     def attributes(self, definition: Definition) -> set[str]:
-        """The names that a class and its bases in this module mention; what a base elsewhere has is not seen."""
-        names, bases = {name.value for name in self.walk(definition.node, cst.Name)}, self.bases(definition)
+        """The attributes that a class and its bases in this module define or read; no others."""
+        names = {node.attr.value for node in self.walk(definition.node, cst.Attribute)}
+        names |= {inner.node.name.value for inner in self.definitions if inner.owner is definition}
+        names |= {self.code(node.target) for node in self.walk(definition.node, cst.AssignTarget)}
+        bases = self.bases(definition)
         return names.union(*(self.attributes(base) for base in self.classes() if base.name in bases))
 
     def code(self, node: cst.CSTNode) -> str:

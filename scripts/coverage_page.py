@@ -1,0 +1,120 @@
+"""Write docs/models.md: which family has which op, where its guard stands, and which backends have a kernel for it.
+
+Read from the specs, the generated files and what is installed. --check: exit 1 if the page shows something else.
+"""
+
+import argparse
+import re
+import sys
+from pathlib import Path
+
+from opslot import registry
+from opslot_patchgen import Guard, ModelSpec, load_specs
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs/models.md"
+GENERATED = ROOT / "packages/models/src/opslot_models/generated"
+MARKER = re.compile(r"  # opslot: (\S+)$")
+
+HEAD = """\
+# Models
+
+Which op of which family can run a kernel, where its guard stands, and which backends have one.
+`scripts/coverage_page.py` writes this page from the specs, the generated files and the backends of this repository.
+
+An op without a guard runs transformers' own code: attention is chosen by `attn_implementation`, and the losses of
+heads other than those for language modelling stay where transformers has them, in its generic heads. How to add one:
+[Add a model](adding-a-model.md).
+"""
+
+
+def versions() -> list[str]:
+    """The names of the generated sets, the newest last."""
+    found = [path.name for path in GENERATED.glob("v*_*") if path.is_dir()]
+    return sorted(found, key=lambda name: tuple(map(int, name[1:].split("_"))))
+
+
+def release(name: str) -> str:
+    return name[1:].replace("_", ".")
+
+
+def page() -> str:
+    sets, specs = versions(), load_specs("opslot_models.patches").specs
+    released = ", ".join(map(release, sets))
+    lines = [HEAD, f"Generated for transformers {released}.", "", *overview(specs)]
+    for spec in specs:
+        lines += ["", f"## {spec.family}", "", *family(spec, sets)]
+    return "\n".join(lines) + "\n"
+
+
+def overview(specs: tuple[ModelSpec, ...]) -> list[str]:
+    """One row an op and variant, one column a family."""
+    slots = sorted({guard.slot.marker for spec in specs for guard in spec.guards})
+    lines = [f"| op / variant | {' | '.join(spec.family for spec in specs)} |", f"|---|{'---|' * len(specs)}"]
+    for slot in slots:
+        has = (slot in {guard.slot.marker for guard in spec.guards} for spec in specs)
+        lines.append(f"| `{slot}` | {' | '.join('yes' if each else '' for each in has)} |")
+    return lines
+
+
+def family(spec: ModelSpec, sets: list[str]) -> list[str]:
+    lines = [
+        f"| op / variant | guard | line in {' | line in '.join(map(release, sets))} | kernels |",
+        f"|---|---|{'---|' * len(sets)}---|",
+    ]
+    places = [guard_lines(spec, name) for name in sets]
+    for guard in sorted(spec.guards, key=lambda guard: (guard.slot.marker, guard.site)):
+        links = [link(spec, name, lines_of[guard.site]) for name, lines_of in zip(sets, places, strict=True)]
+        cells = [f"`{guard.slot.marker}`", f"`{site(guard)}`", *links, kernels(guard)]
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def guard_lines(spec: ModelSpec, name: str) -> dict[str, int]:
+    """The line of each guard's marker in a generated file. A class has one guard an op, so class and op identify it."""
+    text = (GENERATED / name / f"modeling_{spec.family}.py").read_text(encoding="utf-8")
+    found: dict[tuple[str, str], int] = {}
+    owner, pending = "", []
+    for number, line in enumerate(text.splitlines(), start=1):
+        if opened := re.match(r"class (\w+)", line):
+            owner = opened[1]
+            found.update({(owner, slot): above for slot, above in pending})
+            pending = []
+        if marked := MARKER.search(line):
+            if line.startswith("@"):  # a decorator stands above the class that it guards
+                pending.append((marked[1], number))
+            else:
+                found[owner, marked[1]] = number
+    return {guard.site: found[guard.target.partition(".")[0], guard.slot.marker] for guard in spec.guards}
+
+
+def site(guard: Guard) -> str:
+    return guard.site if "." in guard.target else f"{guard.target}.forward, from outside its decorators"
+
+
+def link(spec: ModelSpec, name: str, line: int) -> str:
+    path = (GENERATED / name / f"modeling_{spec.family}.py").relative_to(ROOT)
+    return f"[{line}](../{path.as_posix()}#L{line})"
+
+
+def kernels(guard: Guard) -> str:
+    offers = registry().offers(guard.slot.op, guard.slot.variant)
+    return ", ".join(f"`{offer.spec.name}` ({offer.distribution})" for offer in offers) or "eager alone"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true")
+    options = parser.parse_args()
+    fresh = page()
+    if PAGE.exists() and PAGE.read_text(encoding="utf-8") == fresh:
+        return 0
+    if options.check:
+        print("docs/models.md is stale: run python scripts/coverage_page.py", file=sys.stderr)
+        return 1
+    PAGE.write_text(fresh, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
