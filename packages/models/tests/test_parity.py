@@ -1,6 +1,7 @@
 """All-eager is upstream, bit for bit; and each slot is reached with arguments that fit its contract."""
 
 import inspect
+import itertools
 import re
 from collections import Counter
 from pathlib import Path
@@ -309,6 +310,48 @@ def test_generate_and_gradient_checkpointing(config, batch, deterministic, every
     checkpointed.backward()
     actual = {name: p.grad for name, p in ours.named_parameters() if p.grad is not None}
     torch.testing.assert_close(actual, expected)
+
+
+@every_family
+def test_packed_sequences_are_the_sequences_apart(config, batch, deterministic, every_kernel):
+    upstream, ours = both(config(output_router_logits=False), ops=every_kernel)
+    tokens = batch["input_ids"][:1]
+    ends = (0, 5, 6, 17)
+    pieces = [tokens[:, start:end] for start, end in itertools.pairwise(ends)]
+    positions = torch.cat([torch.arange(piece.shape[1]) for piece in pieces])[None]
+    # With a cache, upstream takes them for one sequence.
+    packed = {"input_ids": tokens, "position_ids": positions, "use_cache": False}
+    ours.eval()
+    with torch.no_grad():
+        apart = torch.cat([ours(piece).logits for piece in pieces], dim=1)
+        torch.testing.assert_close(ours(**packed).logits, apart, rtol=1e-4, atol=1e-5)
+    labels = tokens.clone()
+    labels[:, list(ends[1:-1])] = -100  # the first token of a piece follows nothing
+    losses = [model(**packed, labels=labels).loss for model in (upstream, ours)]
+    torch.testing.assert_close(losses[1], losses[0], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("family", ["phi3"])
+def test_a_partial_rotation_gets_tables_of_its_part(config, batch, recorded):
+    registry, recorders = recorded
+    _, ours = both(config())
+    opslot.bind(ours, {"rotary_pos_emb": "recorder", "default": "eager"}, device="cpu", registry=registry)
+    ours(**batch)
+    shapes = {tuple(call[name].shape) for call in recorders["rotary_pos_emb", "partial"].calls for name in ("q", "cos")}
+    assert shapes == {(2, 4, 17, 16), (1, 17, 8)}
+
+
+@pytest.mark.parametrize("family", ["mixtral"])
+def test_routing_weights_of_another_dtype_than_the_tokens(config, batch, deterministic):
+    """Mixtral keeps them in float32."""
+    plain = config(dtype=torch.bfloat16, experts_implementation="eager")
+    upstream, ours = both(plain, ops={"moe_experts": "torch", "default": "eager"})
+    for model in (upstream.bfloat16(), ours.bfloat16()):
+        model(**batch).loss.backward()
+    for (name, a), b in zip(upstream.named_parameters(), ours.parameters(), strict=True):
+        if name.endswith(("gate_up_proj", "down_proj", "gate.weight")):
+            # Some roundings of bfloat16, of 2^-8 each, on the way.
+            torch.testing.assert_close(b.grad, a.grad, rtol=2**-4, atol=2**-6 * a.grad.abs().max().item(), msg=name)
 
 
 @every_family
