@@ -39,7 +39,7 @@ def test_the_yaml_is_a_configuration():
 
 def test_the_two_commands_are_what_ci_runs():
     commands = [line.removeprefix("$ ") for block in blocks("console") for line in block.splitlines()]
-    assert commands == ["pip install uv && uv run opslot-train", "uv run pytest"]
+    assert commands == ["pip install uv && uv run opslot-train", "uv run pytest -n 2"]
     assert (ROOT / ".ci/run").read_text().splitlines()[-1] == commands[-1]
 
 
