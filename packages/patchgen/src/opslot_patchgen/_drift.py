@@ -92,7 +92,7 @@ class _Comparison:
         found += self._escapes()
         found += self._refusal({finding.kind for finding in found})
         yield from found
-        yield from self._elsewhere(nothing=not found)
+        yield from self._elsewhere(nothing=all(KINDS[finding.kind] == 0 for finding in found))
 
     def _target(self, name: str, locked: Target) -> Iterator[Finding]:
         if name not in self.after:
@@ -126,10 +126,10 @@ class _Comparison:
         if locked.parameters != now.parameters:
             yield Finding("parameters", name, name, _parameter_change(locked, now))
 
-    def _decorators(self, name: str, locked: Target, now: Target) -> Iterator[Finding]:
+    def _decorators(self, name: str, locked: Target, other: Target) -> Iterator[Finding]:
         """Those of a method and of its class decide together whether a guard in the body is reached."""
         owner = name.rpartition(".")[0]
-        was, now = ((*_of(target.depends, owner), *target.code.decorators) for target in (locked, now))
+        was, now = ((*_of(target.depends, owner), *target.code.decorators) for target in (locked, other))
         if was != now:
             gained, lost = _swapping(now) - _swapping(was), _swapping(was) - _swapping(now)
             notes = []
@@ -187,9 +187,7 @@ class _Comparison:
                 yield Finding(kind, "", self.locked.source, str(error))
 
     def _elsewhere(self, nothing: bool) -> Iterator[Finding]:
-        covered = {name for target in self.locked.targets.values() for name in target.depends} | set(
-            self.locked.targets
-        )
+        covered = {*self.locked.targets}.union(*(target.depends for target in self.locked.targets.values()))
         both = [name for name in self.before.names() if name in self.after]
         changed = [name for name in both if self.before.fingerprint(name) != self.after.fingerprint(name)]
         gone = [name for name in self.before.names() if name not in self.after]
@@ -243,83 +241,6 @@ def _change(was: Sequence[str], now: Sequence[str]) -> str:
     removed = [f"-{text}" for text in was if text not in now]
     added = [f"+{text}" for text in now if text not in was]
     return " ".join(removed + added) or f"now in this order: {', '.join(now)}"
-
-
-def _escapes(self) -> Iterator[Finding]:
-        now, was = _escapes(self.after), _escapes(self.before)
-        for (owner, callee), count in sorted((now - was).items()):
-            place = f" in {owner}" if owner else ""
-            summary = f"{callee}{place} builds upstream's classes ({count} new), whose slots nobody can bind"
-            yield Finding("escape", "", owner, summary)
-
-    def _refusal(self, kinds: set[str]) -> Iterator[Finding]:
-        """What generation says, where that is not reported already."""
-        try:
-            build(self.spec, self.source, "")
-        except PatchgenError as error:
-            kind, same = "refused", {"refused"}
-            if isinstance(error, TargetGone):
-                kind, same = "gone", {"gone", "renamed"}
-            elif isinstance(error, UpstreamEscape):
-                kind, same = "escape", {"escape"}
-            elif isinstance(error, UnreachableGuard):
-                kind, same = "decorators", {"decorators"}
-            if not same & kinds:
-                yield Finding(kind, "", self.locked.source, str(error))
-
-    def _elsewhere(self, nothing: bool) -> Iterator[Finding]:
-        covered = {name for target in self.locked.targets.values() for name in target.depends} | set(
-            self.locked.targets
-        )
-        both = [name for name in self.before.names() if name in self.after]
-        changed = [name for name in both if self.before.fingerprint(name) != self.after.fingerprint(name)]
-        gone = [name for name in self.before.names() if name not in self.after]
-        new = [name for name in self.after.names() if name not in self.before]
-        imports = ["imports"] if self.before.imports != self.after.imports else []
-        parts = [("changed", imports + changed), ("gone", gone), ("new", new)]
-        outside = [(what, [name for name in names if name not in covered]) for what, names in parts]
-        summary = "; ".join(f"{what}: {', '.join(names)}" for what, names in outside if names)
-        if summary or nothing:
-            yield Finding("elsewhere", "", self.locked.source, summary or "statements of the module changed")
-
-    def _diff(self, name: str) -> str:
-        was, now = (side.text(name) if name in side else "" for side in (self.before, self.after))
-        label = self.source.label
-        return difference_of(was, now, f"a/{label}: {name}", f"b/{label}: {name}") if was != now else ""
-
-
-def _part(name: str) -> str:
-    """What of a name must stay for another one to be its successor: the method, if it is one."""
-    return name.rpartition(".")[2] if "." in name else ""
-
-
-def _closest(name: str, others: list[str]) -> list[str]:
-    return sorted(others, key=lambda other: -difflib.SequenceMatcher(None, name, other).ratio())[:_SHORT]
-
-
-def _perhaps(equal: list[str], candidates: tuple[str, ...]) -> str:
-    if not candidates:
-        return ""
-    words = [f"{name} (equal maths)" if name in equal else f"{name} (similar name)" for name in candidates]
-    return f"; perhaps now {' or '.join(words)}"
-
-
-def _of(depends: Mapping[str, Fingerprint], owner: str) -> tuple[str, ...]:
-    return depends[owner].decorators if owner in depends else ()
-
-
-def _swapping(decorators: tuple[str, ...]) -> set[str]:
-    return {text.partition("(")[0].rpartition(".")[2] for text in decorators} & SWAPPING_DECORATORS
-
-
-def _change(was: tuple[str, ...], now: tuple[str, ...]) -> str:
-    removed = [f"-@{text}" for text in was if text not in now]
-    added = [f"+@{text}" for text in now if text not in was]
-    return f"decorators changed: {' '.join(removed + added) or 'their order'}"
-
-
-def _parameter_change(was: Fingerprint, now: Fingerprint) -> str:
-    return f"parameters changed: ({', '.join(was.parameters)}) -> ({', '.join(now.parameters)})"
 
 
 def _escapes(catalogue: Catalogue) -> Counter[tuple[str, str]]:
