@@ -91,13 +91,13 @@ def _plain_text(path: Path, raw: bytes) -> str:
     try:
         text = raw.decode("utf-8")
     except UnicodeDecodeError as error:
-        line = raw[: error.start].count(b"\n") + 1
-        raise SourceError(f"{path}:{line}: not UTF-8: {error}") from error
+        number = raw[: error.start].count(b"\n") + 1
+        raise SourceError(f"{path}:{number}: not UTF-8: {error}") from error
     if text.startswith("\ufeff"):
         raise SourceError(f"{path}:1: starts with a byte order mark")
     if not text.endswith("\n"):
-        line = text.count("\n") + 1
-        raise SourceError(f"{path}:{line}: does not end with a newline")
+        number = text.count("\n") + 1
+        raise SourceError(f"{path}:{number}: does not end with a newline")
     for number, line in enumerate(text.split("\n"), start=1):
         if "\r" in line:
             raise SourceError(f"{path}:{number}: carriage return")
