@@ -60,6 +60,8 @@ class Base(nn.Module):
 
 @wrapped(
     "a",  # why
+    """one
+two""",
     size=2,
 )
 class TinyNorm(Base):
@@ -135,7 +137,7 @@ def test_targets(targets):
     assert targets["TinyExperts.forward"].code.parameters == ("self", "x", "*", "y")
     depends = targets["TinyNorm.forward"].depends
     assert depends["helper"].parameters == ("x", "/", "y=(1,)")
-    assert depends["TinyNorm"].decorators == ('wrapped("a", size=2)',)
+    assert depends["TinyNorm"].decorators == ('wrapped("a", """one\\ntwo""", size=2)',)
 
 
 def test_dependencies_are_what_is_called_read_and_inherited(targets):

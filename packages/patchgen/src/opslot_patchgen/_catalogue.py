@@ -127,7 +127,7 @@ class Catalogue:
             spaced = text[-1:].isidentifier() and token.text[0].isidentifier()
             spaced = spaced or (text.endswith(",") and token.text not in ")]}")
             text += f" {token.text}" if spaced else token.text
-        return text
+        return text.replace("\n", "\\n")
 
     def _parameters(self, arguments: ast.arguments) -> Iterator[str]:
         positional = [*arguments.posonlyargs, *arguments.args]
