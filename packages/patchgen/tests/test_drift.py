@@ -608,10 +608,14 @@ def test_check_tells_stale_from_changed(case, generated, upstream, monkeypatch, 
     assert ": undone" not in out
 
 
-def test_a_refused_family_is_not_left_out_of_the_lock(generated, upstream):
-    planned = plan(generated, upstream(TINY.replace("# The sum.", "kernel = 1")))
+def test_a_lock_is_of_all_families_or_none(package, upstream):
+    """One without the refused family would read as if no one had asked for it."""
+    specs = (*package().specs, *package("small").specs)
+    planned = plan(SpecPackage("acme.patches", package().folder, specs), upstream(TINY))
     assert len(planned.refusals) == 1
-    assert not any(path.name == "lock.json" for path in planned.files)
+    names = {path.name for path in planned.files}
+    assert "modeling_tiny.py" in names
+    assert "lock.json" not in names
 
 
 def test_check_of_a_damaged_set_is_stale(generated, upstream, monkeypatch, capsys):
