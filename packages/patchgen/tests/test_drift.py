@@ -289,6 +289,12 @@ def test_what_generation_refuses_is_said(changed):
     assert "already uses the name `kernel`" in findings(found)[1][2]
 
 
+def test_layout_that_generation_refuses_is_said(changed):
+    found = changed(("from ...modeling_utils", "from  ...modeling_utils"))
+    assert [kind for kind, _, _ in findings(found)] == ["cosmetic", "refused"]
+    assert found.exit_code == 2
+
+
 def test_a_module_that_is_gone(generated, upstream):
     root = upstream(TINY, version="5.25.0")
     (root / "transformers/models/tiny/modeling_tiny.py").unlink()
