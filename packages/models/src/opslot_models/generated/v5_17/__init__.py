@@ -1,0 +1,1 @@
+"""Generated from transformers 5.17.0."""
