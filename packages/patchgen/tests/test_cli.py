@@ -52,7 +52,7 @@ def run(folder, upstream):
 def test_generate_then_check(run, folder, capsys):
     assert run("generate") == 0
     names = {path.name for path in folder.iterdir()}
-    assert names == {"__init__.py", "modeling_tiny.py", "modeling_tiny.patch"}
+    assert names == {"__init__.py", "modeling_tiny.py", "modeling_tiny.patch", "lock.json"}
     assert (folder.parent / "__init__.py").is_file()
     assert run("check") == 0
     assert "1 generated module is fresh" in capsys.readouterr().out
@@ -73,7 +73,9 @@ def test_patch_turns_upstream_into_the_generated_file(run, folder, upstream):
     assert patched.read_bytes() == (folder / "modeling_tiny.py").read_bytes()
 
 
-@pytest.mark.parametrize("name", ["modeling_tiny.py", "modeling_tiny.patch", "__init__.py"])
+@pytest.mark.parametrize(
+    "name", ["modeling_tiny.py", "modeling_tiny.patch", "__init__.py", "lock.json", "../_maths.py"]
+)
 def test_any_changed_byte_is_stale(name, run, folder, capsys):
     run("generate")
     path = folder / name

@@ -37,5 +37,13 @@ class UpstreamEscape(PatchgenError):
     """The source builds a submodule through AutoModel, which yields upstream's classes: no slots in them."""
 
 
+class LockError(PatchgenError):
+    """A lock is absent or not one, or a committed file is not the one that was locked."""
+
+
+class FetchError(PatchgenError):
+    """A release of transformers cannot be fetched."""
+
+
 class InverseError(PatchgenError):
     """Undoing our lines does not give upstream's bytes back."""

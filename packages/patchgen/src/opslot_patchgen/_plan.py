@@ -3,10 +3,14 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from opslot_patchgen import _maths
 from opslot_patchgen._artifact import build
 from opslot_patchgen._errors import PatchgenError, SpecError
+from opslot_patchgen._lock import LOCK, Family, Lock, lock_family
 from opslot_patchgen._source import Source, read_source
 from opslot_patchgen._specs import SpecPackage
+
+_COPIED = "# Copied by opslot-patchgen, do not edit.\n"
 
 
 @dataclass(frozen=True)
@@ -28,11 +32,14 @@ def plan(package: SpecPackage, root: Path | None = None) -> Plan:
     files: dict[Path, str] = {}
     sources: dict[Path, Source] = {}
     refusals: list[PatchgenError] = []
+    locked: dict[str, Family] = {}
     files[package.generated / "__init__.py"] = '"""Generated: one folder per transformers release."""\n'
+    files[package.generated / "_maths.py"] = _COPIED + Path(_maths.__file__).read_text(encoding="utf-8")
     for spec in package.specs:
         try:
             source = read_source(spec.source, root)
             artifact = build(spec, source, package.name)
+            locked[spec.family] = lock_family(spec, source)
         except PatchgenError as error:
             refusals.append(error)
             continue
@@ -44,4 +51,8 @@ def plan(package: SpecPackage, root: Path | None = None) -> Plan:
         sources[path] = source
         files[path] = artifact.text
         files[path.with_suffix(".patch")] = artifact.patch
+        # All sources are of one tree; a lock without the families that are refused would read as if they were gone.
+        files[folder / LOCK] = Lock(source.version, locked).text()
+    if refusals:
+        files = {path: text for path, text in files.items() if path.name != LOCK}
     return Plan(files, sources, tuple(refusals))
