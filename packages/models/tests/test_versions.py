@@ -92,8 +92,7 @@ def test_every_set_has_every_family_and_the_maths_of_its_own_source():
     for one in _sets.shipped():
         assert tuple(sorted(one.families)) == _sets.known_families()
         for family, lock in one.families.items():
-            source = (_sets.FOLDER.parent / f"{one.module(family).replace('.', '/')}.py").name
-            header = (_sets.FOLDER / one.package.rpartition(".")[2] / source).read_text().partition("\n\n")[0]
+            header = (one.lock.parent / f"modeling_{family}.py").read_text(encoding="utf-8").partition("\n\n")[0]
             assert f"# transformers: {one.transformers}\n# sha256: {lock['sha256']}" in header
 
 

@@ -10,7 +10,7 @@ from opslot import OpslotError
 
 from . import _cache
 from ._installed import installed
-from ._sets import FOLDER, versions
+from ._sets import FOLDER, shipped, versions
 
 if TYPE_CHECKING:
     from opslot_patchgen import ModelSpec, Source
@@ -58,19 +58,32 @@ def _generate(family: str) -> bytes:
         package = load_specs(_SPECS)
         (spec,) = (spec for spec in package.specs if spec.family == family)
         source = read_source(spec.source, installed().folder.parent)
-        if (report := _unknown_maths(spec, source)) is not None:
-            raise OpslotError(
-                f"{_installed_is()}, and what opslot patches in its {family} computes something else than in "
-                f"{versions()}: a kernel may not fit. Install one of these, or use {family} without opslot.\n{report}"
-            )
-        return build(spec, source, package.name).text.encode("utf-8")
+        text = build(spec, source, package.name).text
     except PatchgenError as error:
         raise OpslotError(f"{_installed_is()}, and its {family} cannot be generated: {error}") from error
+    if (report := _unknown_maths(spec, source)) is not None:
+        raise OpslotError(
+            f"{_installed_is()}, and what opslot patches in its {family} computes something else than in {versions()}, "
+            f"so a kernel may not fit. Install one of these, or use {family} without opslot.\n{report}"
+        )
+    return text.encode("utf-8")
 
 
 def _unknown_maths(spec: "ModelSpec", source: "Source") -> str | None:
-    """How what the spec patches differs from every set, or None where its maths is in one."""
-    return None
+    """How what the spec patches differs from the newest set, or None where each target is as in some set.
+
+    That is its maths, its parameters and decorators, and those of what it depends on. A target by itself: each kernel
+    stands in for one.
+    """
+    from opslot_patchgen import lock_family, read_lock
+
+    locks = [read_lock(one.lock) for one in shipped() if spec.family in one.families]
+    known = [lock.families[spec.family].targets for lock in locks]
+    now = lock_family(spec, source).targets
+    unknown = [name for name, target in now.items() if all(targets.get(name) != target for targets in known)]
+    if not unknown:
+        return None
+    return "\n".join(unknown)
 
 
 def _installed_is() -> str:

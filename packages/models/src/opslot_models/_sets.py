@@ -21,6 +21,10 @@ class GeneratedSet:
     transformers: str
     families: Mapping[str, Mapping[str, Any]]
 
+    @property
+    def lock(self) -> Path:
+        return FOLDER / self.package.rpartition(".")[2] / "lock.json"
+
     def module(self, family: str) -> str:
         return f"{self.package}.modeling_{family}"
 

@@ -13,6 +13,8 @@ from opslot_patchgen._errors import TargetGone as TargetGone
 from opslot_patchgen._errors import UnreachableGuard as UnreachableGuard
 from opslot_patchgen._errors import UpstreamEscape as UpstreamEscape
 from opslot_patchgen._inverse import restore as restore
+from opslot_patchgen._lock import lock_family as lock_family
+from opslot_patchgen._lock import read_lock as read_lock
 from opslot_patchgen._plan import Plan as Plan
 from opslot_patchgen._plan import plan as plan
 from opslot_patchgen._source import Source as Source
