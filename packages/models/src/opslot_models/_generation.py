@@ -63,7 +63,7 @@ def _generate(family: str) -> bytes:
         raise OpslotError(f"{_installed_is()}, and its {family} cannot be generated: {error}") from error
     if (report := _unknown_maths(spec, source)) is not None:
         raise OpslotError(
-            f"{_installed_is()}, and what opslot patches in its {family} computes something else than in {versions()}, "
+            f"{_installed_is()}, and what opslot patches in its {family} is not as in {versions()}, "
             f"so a kernel may not fit. Install one of these, or use {family} without opslot.\n{report}"
         )
     return text.encode("utf-8")
