@@ -58,8 +58,25 @@ class Catalogue:
             f"{line}\n" for node in self._nodes[name] for line in self.code.lines[_first_line(node) : _last_line(node)]
         )
 
-    def line(self, name: str) -> int:
-        return self._nodes[name][0].lineno
+    @property
+    def maths(self) -> str:
+        return maths_of(self.code.tokens)
+
+    @property
+    def imports(self) -> str:
+        """The maths of all import statements."""
+        nodes = (node for node in ast.walk(self.code.tree) if isinstance(node, ast.Import | ast.ImportFrom))
+        return maths_of(token for node in nodes for token in self._within(node))
+
+    def holder(self, line: int) -> str:
+        """The innermost definition that has a line, or none."""
+        held = [
+            (node.lineno, name)
+            for name, nodes in self._nodes.items()
+            for node in nodes
+            if _first_line(node) < line <= (node.end_lineno or 0)
+        ]
+        return max(held)[1] if held else ""
 
     def dependencies(self, name: str) -> list[str]:
         """What the maths of a method depends on in this module, transitively.

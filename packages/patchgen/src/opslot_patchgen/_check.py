@@ -1,7 +1,8 @@
 """Whether committed files are what generation would write now, and whether they can be undone by themselves."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
+from pathlib import Path
 
 from opslot_patchgen._artifact import difference_of
 from opslot_patchgen._errors import InverseError
@@ -13,15 +14,20 @@ _SHORT = 20
 _FOLDER = re.compile(r"v\d+_\d+|__pycache__")
 
 
-def stale(plan: Plan) -> list[str]:
-    """One finding per file that is missing, differs, cannot be undone, or belongs to no spec."""
+def stale(plan: Plan, moved: Set[Path] = frozenset()) -> list[str]:
+    """One finding per file that is missing, differs, cannot be undone, or belongs to no spec.
+
+    Files in `moved` were made from another source than the plan's and are not compared.
+    """
     # A refused spec plans no files, and those it wrote earlier are no orphans.
     orphans = [] if plan.refusals else _orphans(plan)
-    return [*_differences(plan), *_not_undone(plan), *orphans]
+    return [*_differences(plan, moved), *_not_undone(plan, moved), *orphans]
 
 
-def _differences(plan: Plan) -> Iterator[str]:
+def _differences(plan: Plan, moved: Set[Path]) -> Iterator[str]:
     for path, text in plan.files.items():
+        if path in moved:
+            continue
         if not path.is_file():
             yield f"{path}: missing"
         elif (committed := path.read_bytes()) != text.encode("utf-8"):
@@ -29,9 +35,9 @@ def _differences(plan: Plan) -> Iterator[str]:
             yield f"{path}: stale\n{difference_of(readable, text, 'committed', 'generated', lines=_SHORT)}"
 
 
-def _not_undone(plan: Plan) -> Iterator[str]:
+def _not_undone(plan: Plan, moved: Set[Path]) -> Iterator[str]:
     for path, source in plan.sources.items():
-        if not path.is_file():
+        if path in moved or not path.is_file():
             continue
         try:
             undone = restore(path.read_bytes().decode("utf-8", errors="replace"))

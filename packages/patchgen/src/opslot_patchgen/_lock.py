@@ -8,7 +8,6 @@ from typing import Any
 
 from opslot_patchgen._catalogue import Catalogue, Fingerprint
 from opslot_patchgen._errors import LockError
-from opslot_patchgen._maths import maths_of
 from opslot_patchgen._source import Source
 from opslot_patchgen._spec import ForwardGuard, ModelSpec
 
@@ -74,7 +73,7 @@ def lock_family(spec: ModelSpec, source: Source) -> Family:
     return Family(
         source=source.module,
         sha256=source.sha256,
-        maths=maths_of(catalogue.code.tokens),
+        maths=catalogue.maths,
         targets={name: lock_target(catalogue, name, found) for name, found in guards.items()},
     )
 

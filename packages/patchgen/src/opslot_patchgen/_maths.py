@@ -161,5 +161,5 @@ def _is_comma_idle(bracket: str, before: str) -> bool:
     value = name or before in _CLOSES or before[-1] in "\"'"
     if bracket == "[":
         return not value
-    # `match (x,):` looks like a call.
-    return before == "import" or (value and before not in keyword.softkwlist)
+    # `match (x,):` looks like a call. Python's list of such words differs between its versions.
+    return before == "import" or (value and before not in ("match", "case"))

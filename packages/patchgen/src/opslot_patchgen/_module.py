@@ -1,17 +1,15 @@
 """The edits that a generated module needs as a whole: imports, slots, identity and the backbones of its heads."""
 
-import re
-
 import libcst as cst
 
 from opslot_patchgen._edit import Edit, insertion
 from opslot_patchgen._errors import NameCollision, SourceError, SpecError, TargetGone, UpstreamEscape
+from opslot_patchgen._escape import is_escape
 from opslot_patchgen._spec import ForwardGuard, ModelSpec, RegionGuard, Slot
 from opslot_patchgen._tree import Definition, Tree
 
 _ADOPT = "opslot_models.adoption:adopt_backbone"
 _NO_HUB_KERNELS = "opslot_models.adoption:no_hub_kernels"
-_ESCAPE = re.compile(r"(^|\.)AutoModel\w*\.(_?from_config|from_pretrained)$")
 
 
 def module_edits(tree: Tree, spec: ModelSpec) -> list[Edit]:
@@ -29,7 +27,7 @@ def module_edits(tree: Tree, spec: ModelSpec) -> list[Edit]:
 def refuse_escapes(tree: Tree) -> None:
     for call in tree.walk(tree.module, cst.Call):
         code = tree.code(call.func)
-        if _ESCAPE.search(code):
+        if is_escape(code):
             raise UpstreamEscape(f"{tree.at(call)}: {code} builds upstream's classes, whose slots nobody can bind")
 
 

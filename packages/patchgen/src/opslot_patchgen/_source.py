@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from opslot_patchgen._errors import SourceError
+from opslot_patchgen._errors import SourceError, TargetGone
 
 _VERSION = re.compile(r'^__version__ = "(\d+)\.(\d+)(\.[^"]*)?"$', re.MULTILINE)
 
@@ -24,9 +24,13 @@ class Source:
 
     @property
     def folder(self) -> str:
-        """The name of the folder for files generated from this version: one per minor release."""
-        major, minor = self.version.split(".")[:2]
-        return f"v{major}_{minor}"
+        return set_name(self.version)
+
+
+def set_name(version: str) -> str:
+    """The name of the folder for files generated from a version: one per minor release."""
+    major, minor = version.split(".")[:2]
+    return f"v{major}_{minor}"
 
 
 def package_folder(package: str) -> Path | None:
@@ -39,32 +43,44 @@ def package_folder(package: str) -> Path | None:
 
 
 def read_source(module: str, root: Path | None = None) -> Source:
-    """Read `module` from the tree at `root` (the folder that holds the package), or from the installed package."""
+    """Read `module` from the tree at `root` (the folder that holds the package), or from the installed package.
+
+    Raises `TargetGone` when the package has no such module, `SourceError` when it or the package cannot be read.
+    """
     top, *rest = module.split(".")
-    folder = package_folder(top) if root is None else root / top
-    if folder is None:
-        raise SourceError(f"{top} is not installed; install it or give the folder that holds it with --source")
+    folder = _folder(top, root)
+    version = _version(folder)
     path = folder.joinpath(*rest).with_suffix(".py")
-    raw = _read(path)
+    if not path.is_file():
+        raise TargetGone(f"{path}: {top} {version} has no module {module}")
+    raw = path.read_bytes()
     return Source(
         module=module,
         path=path,
         label=f"{module.replace('.', '/')}.py",
-        version=_version(folder),
+        version=version,
         sha256=hashlib.sha256(raw).hexdigest(),
         text=_plain_text(path, raw),
     )
 
 
-def _read(path: Path) -> bytes:
-    if not path.is_file():
-        raise SourceError(f"{path}: no such file")
-    return path.read_bytes()
+def read_version(root: Path | None = None) -> str:
+    """The version of the transformers package at `root`, or of the installed one. Raises `SourceError` without it."""
+    return _version(_folder("transformers", root))
+
+
+def _folder(package: str, root: Path | None) -> Path:
+    folder = package_folder(package) if root is None else root / package
+    if folder is None:
+        raise SourceError(f"{package} is not installed; install it or give the folder that holds it with --source")
+    return folder
 
 
 def _version(folder: Path) -> str:
     path = folder / "__init__.py"
-    found = _VERSION.search(_read(path).decode("utf-8"))
+    if not path.is_file():
+        raise SourceError(f"{path}: no such file")
+    found = _VERSION.search(path.read_bytes().decode("utf-8"))
     if found is None:
         raise SourceError(f'{path}: no line `__version__ = "MAJOR.MINOR..."`')
     return found.group(0).split('"')[1]

@@ -2,21 +2,26 @@
 
 import argparse
 import sys
+import tempfile
+from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
 from opslot_patchgen._check import stale
 from opslot_patchgen._errors import PatchgenError
+from opslot_patchgen._fetch import fetch
 from opslot_patchgen._plan import Plan, plan
-from opslot_patchgen._specs import load_specs
+from opslot_patchgen._report import as_json, as_markdown, as_text
+from opslot_patchgen._sets import drift, moved
+from opslot_patchgen._specs import SpecPackage, load_specs
 
 _SPECS = "opslot_models.patches"
 _EXIT_CODES = """\
 exit codes:
-  0   done; for check: the committed files are fresh
+  0   done; check: the committed files are fresh; drift: nothing but comments, docstrings, annotations and layout
   1   check: a committed file is stale, missing, cannot be undone, or belongs to no spec
-  2   reserved: the maths of a target changed upstream
+  2   check, drift: upstream's maths, decorators, parameters or imports changed, or a guard is refused there
   3   a target is gone from upstream; nothing was written
   4   a spec or the source is refused; nothing was written
   64  wrong usage
@@ -33,11 +38,14 @@ class _Parser(argparse.ArgumentParser):
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
-        planned = plan(load_specs(options.specs), options.source)
+        package = load_specs(options.specs)
+        if options.command == "drift":
+            return _drift(package, options)
+        planned = plan(package, options.source)
+        if options.command == "check":
+            return _check(planned, package, options.source)
     except PatchgenError as error:
         return _refuse([error])
-    if options.command == "check":
-        return _check(planned)
     return _generate(planned)
 
 
@@ -50,17 +58,29 @@ def _generate(planned: Plan) -> int:
     return 0
 
 
-def _check(planned: Plan) -> int:
-    findings = stale(planned)
+def _check(planned: Plan, package: SpecPackage, root: Path | None) -> int:
+    changes = moved(package, root)
+    findings = stale(planned, changes.files)
+    if changes.drift.families:
+        findings.append(f"the committed set is of another source\n{as_text(changes.drift)}")
     for finding in findings:
         print(finding)
+    codes = [changes.drift.exit_code, 1 if findings else 0]
     if planned.refusals:
-        return _refuse(planned.refusals)
-    if findings:
-        return 1
-    count = len(planned.sources)
-    print(f"{count} generated module{' is' if count == 1 else 's are'} fresh")
-    return 0
+        codes.append(_refuse(planned.refusals))
+    if not any(codes):
+        count = len(planned.sources)
+        print(f"{count} generated module{' is' if count == 1 else 's are'} fresh")
+    return max(codes)
+
+
+def _drift(package: SpecPackage, options: Namespace) -> int:
+    with tempfile.TemporaryDirectory() as scratch:
+        to = Path(options.to)
+        changes = drift(package, options.set, to if to.is_dir() else fetch(options.to, Path(scratch)))
+    report = as_json if options.json else as_markdown if options.markdown else as_text
+    sys.stdout.write(report(changes))
+    return changes.exit_code
 
 
 def _refuse(refusals: Sequence[PatchgenError]) -> int:
@@ -78,10 +98,19 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(dest="command", required=True)
     for name, summary in (
-        ("generate", "write every generated module and its patch, or nothing"),
+        ("generate", "write every generated module, its patch and the lock, or nothing"),
         ("check", "compare the committed files with what generate would write, and undo them"),
+        ("drift", "say what another transformers changed since a committed set was generated"),
     ):
         command = commands.add_parser(name, help=summary, description=summary)
         command.add_argument("specs", metavar="SPECS", nargs="?", default=_SPECS, help=f"package of specs ({_SPECS})")
-        command.add_argument("--source", metavar="PATH", type=Path, help="folder with another transformers package")
+        if name != "drift":
+            command.add_argument("--source", metavar="PATH", type=Path, help="folder with another transformers package")
+            continue
+        where = "a version, whose wheel is fetched, or a folder that holds a transformers package"
+        command.add_argument("--to", metavar="VERSION_OR_PATH", required=True, help=where)
+        command.add_argument("--from", dest="set", metavar="vX_Y", help="the committed set (by default the newest)")
+        form = command.add_mutually_exclusive_group()
+        form.add_argument("--json", action="store_true", help="JSON with stable keys")
+        form.add_argument("--markdown", action="store_true", help="a table for a pull request")
     return parser

@@ -1,0 +1,52 @@
+"""A release of transformers as files, from the package index: its wheel, unpacked and never imported."""
+
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+from opslot_patchgen._errors import FetchError
+
+_VERSION = re.compile(r"\d+(\.\w+)+")
+_TIMEOUT = 300
+
+
+def fetch(version: str, folder: Path) -> Path:
+    """Unpack the wheel of transformers `version` into `folder` with uv, or else with pip, and give the folder.
+
+    Raises `FetchError` when neither can: there is no such tool, no such release, or no index that answers.
+    """
+    if not _VERSION.fullmatch(version):
+        raise FetchError(f"{version!r} is neither a folder nor a version of transformers such as 5.24.0")
+    wanted = f"transformers=={version}"
+    # Only wheels: to build a source distribution would run its code.
+    options = ["--quiet", "--no-deps", "--only-binary", ":all:"]
+    commands = []
+    if (uv := shutil.which("uv")) is not None:
+        commands.append([uv, "pip", "install", *options, "--python", sys.executable, "--target", str(folder), wanted])
+    commands.append([sys.executable, "-m", "pip", "download", *options, "--dest", str(folder), wanted])
+    reasons = []
+    for command in commands:
+        reason = _run(command)
+        if reason is None:
+            for wheel in folder.glob("transformers-*.whl"):
+                zipfile.ZipFile(wheel).extractall(folder)
+            return folder
+        reasons.append(reason)
+    tried = "\n".join(reasons)
+    raise FetchError(
+        f"cannot fetch {wanted}:\n{tried}\n"
+        "Give --to a folder that holds a transformers package, or an index to uv (UV_INDEX_URL) or pip (PIP_INDEX_URL)"
+    )
+
+
+def _run(command: list[str]) -> str | None:
+    """Why a command failed; its own words say whether the release or the index is missing."""
+    tool = "pip" if "-m" in command else "uv"
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT)
+    except subprocess.TimeoutExpired:
+        return f"{tool}: no answer within {_TIMEOUT} s"
+    return None if done.returncode == 0 else f"{tool}: {done.stderr.strip()}"
