@@ -172,7 +172,7 @@ def test_other_maths_in_a_target_is_refused_with_what_differs(upstream, cache, c
     with pytest.raises(OpslotError) as refused:
         _families.generated_module("llama")
     message = str(refused.value)
-    assert message.startswith("transformers 5.99.1 is installed, and what opslot patches in its llama computes")
+    assert message.startswith("transformers 5.99.1 is installed, and what opslot patches in its llama is not as in")
     assert all(one.transformers in message for one in _sets.shipped())
     assert "LlamaRMSNorm.forward" in message
     assert TARGETED[1] in message
@@ -183,9 +183,9 @@ def test_other_maths_in_a_target_is_refused_with_what_differs(upstream, cache, c
 def test_a_model_whose_family_is_not_served_is_refused_and_says_why(upstream, config):
     upstream(TARGETED)
     stock = AutoModelForCausalLM.from_config(config())
-    with pytest.raises(OpslotError, match="what opslot patches in its llama computes something else"):
+    with pytest.raises(OpslotError, match="what opslot patches in its llama is not as in"):
         adopt(stock, "eager", device="cpu")
-    with pytest.raises(OpslotError, match="what opslot patches in its llama computes something else"):
+    with pytest.raises(OpslotError, match="what opslot patches in its llama is not as in"):
         build_foundation_model(config(), "eager", device="cpu")
 
 

@@ -13,7 +13,7 @@ from ._installed import installed
 from ._sets import FOLDER, shipped, versions
 
 if TYPE_CHECKING:
-    from opslot_patchgen import ModelSpec, Source
+    from opslot_patchgen import ModelSpec, Source, SpecPackage
 
 _SPECS = "opslot_models.patches"
 
@@ -61,29 +61,31 @@ def _generate(family: str) -> bytes:
         text = build(spec, source, package.name).text
     except PatchgenError as error:
         raise OpslotError(f"{_installed_is()}, and its {family} cannot be generated: {error}") from error
-    if (report := _unknown_maths(spec, source)) is not None:
+    if (report := _unknown_maths(package, spec, source)) is not None:
         raise OpslotError(
-            f"{_installed_is()}, and what opslot patches in its {family} is not as in {versions()}, "
-            f"so a kernel may not fit. Install one of these, or use {family} without opslot.\n{report}"
+            f"{_installed_is()}, and what opslot patches in its {family} is not as in any set (they are from "
+            f"{versions()}), so a kernel may not fit. Install one of these, or use {family} without opslot.\n{report}"
         )
     return text.encode("utf-8")
 
 
-def _unknown_maths(spec: "ModelSpec", source: "Source") -> str | None:
-    """How what the spec patches differs from the newest set, or None where each target is as in some set.
+def _unknown_maths(package: "SpecPackage", spec: "ModelSpec", source: "Source") -> str | None:
+    """How the source differs from the set that is nearest to it, or None where each target is as in some set.
 
-    That is its maths, its parameters and decorators, and those of what it depends on. A target by itself: each kernel
-    stands in for one.
+    That is its maths, its parameters and decorators, and those of what it depends on. Each target by itself, since a
+    kernel stands in for one.
     """
-    from opslot_patchgen import lock_family, read_lock
+    from opslot_patchgen import Drift, as_text, family_drift, generated_set, lock_family
 
-    locks = [read_lock(one.lock) for one in shipped() if spec.family in one.families]
-    known = [lock.families[spec.family].targets for lock in locks]
+    sets = [generated_set(package, one.lock.parent.name) for one in shipped() if spec.family in one.families]
+    locked = [one.lock.families[spec.family] for one in sets]
     now = lock_family(spec, source).targets
-    unknown = [name for name, target in now.items() if all(targets.get(name) != target for targets in known)]
-    if not unknown:
+    known = [{name for name, target in now.items() if family.targets.get(name) == target} for family in locked]
+    if set().union(*known) == now.keys():
         return None
-    return "\n".join(unknown)
+    nearest = max(range(len(sets)), key=lambda index: len(known[index]))
+    changes = family_drift(spec, locked[nearest], sets[nearest].source(locked[nearest]), source)
+    return as_text(Drift(sets[nearest].lock.transformers, source.version, (changes,)))
 
 
 def _installed_is() -> str:

@@ -6,6 +6,7 @@ from opslot_patchgen._check import stale as stale
 from opslot_patchgen._drift import Drift as Drift
 from opslot_patchgen._drift import FamilyDrift as FamilyDrift
 from opslot_patchgen._drift import Finding as Finding
+from opslot_patchgen._drift import family_drift as family_drift
 from opslot_patchgen._errors import AmbiguousTarget as AmbiguousTarget
 from opslot_patchgen._errors import FetchError as FetchError
 from opslot_patchgen._errors import InverseError as InverseError
