@@ -168,7 +168,7 @@ class _Comparison:
         now, was = _escapes(self.after), _escapes(self.before)
         for (owner, callee), count in sorted((now - was).items()):
             place = f" in {owner}" if owner else ""
-            summary = f"{callee}{place} builds upstream's classes ({count} new), whose slots nobody can bind"
+            summary = f"{callee}{place} is new ({count}): it builds upstream's classes, which have no slots"
             yield Finding("escape", "", owner, summary)
 
     def _refusal(self, kinds: set[str]) -> Iterator[Finding]:

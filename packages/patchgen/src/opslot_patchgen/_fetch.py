@@ -25,11 +25,11 @@ def fetch(version: str, folder: Path) -> Path:
     options = ["--quiet", "--no-deps", "--only-binary", ":all:"]
     commands = []
     if (uv := shutil.which("uv")) is not None:
-        commands.append([uv, "pip", "install", *options, "--python", sys.executable, "--target", str(folder), wanted])
-    commands.append([sys.executable, "-m", "pip", "download", *options, "--dest", str(folder), wanted])
+        commands.append([uv, "pip", "install", *options, "--python", sys.executable, "--target", ".", wanted])
+    commands.append([sys.executable, "-m", "pip", "download", *options, "--dest", ".", wanted])
     reasons = []
     for command in commands:
-        reason = _run(command)
+        reason = _run(command, folder)
         if reason is None:
             for wheel in folder.glob("transformers-*.whl"):
                 zipfile.ZipFile(wheel).extractall(folder)
@@ -42,11 +42,14 @@ def fetch(version: str, folder: Path) -> Path:
     )
 
 
-def _run(command: list[str]) -> str | None:
-    """Why a command failed; its own words say whether the release or the index is missing."""
+def _run(command: list[str], folder: Path) -> str | None:
+    """Why a command failed; its own words say whether the release or the index is missing.
+
+    It runs in `folder`, where no project constrains which transformers there may be.
+    """
     tool = "pip" if "-m" in command else "uv"
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT, cwd=folder)
     except subprocess.TimeoutExpired:
         return f"{tool}: no answer within {_TIMEOUT} s"
     return None if done.returncode == 0 else f"{tool}: {done.stderr.strip()}"

@@ -13,7 +13,7 @@ def as_text(drift: Drift) -> str:
         lines.append(f"{family.family} ({family.source}): {_verdict(family)}")
         for finding in family.findings:
             lines.append(f"  {finding.kind}: {_where(finding)}{finding.summary}")
-            lines += [f"    {line}" for line in finding.diff.splitlines()]
+            lines += [f"    {line}" for line in finding.diff.split("\n") if line]
     return "\n".join(lines) + "\n"
 
 
@@ -53,7 +53,7 @@ def as_markdown(drift: Drift) -> str:
             if finding.diff:
                 # The fence is longer than any in a docstring.
                 folded += [f"<details><summary>{family.family}: {finding.subject}</summary>", "", "`````diff"]
-                folded += [*finding.diff.splitlines(), "`````", "", "</details>", ""]
+                folded += [*finding.diff.removesuffix("\n").split("\n"), "`````", "", "</details>", ""]
     return "\n".join([f"transformers {drift.before} to {drift.after}", "", *rows, "", *folded])
 
 
