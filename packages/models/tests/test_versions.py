@@ -153,17 +153,21 @@ def test_what_is_cached_is_not_generated_again(upstream, monkeypatch):
 
 
 def test_what_an_entry_depends_on(upstream, monkeypatch, tmp_path):
-    upstream(UNTARGETED)
-    keys = {_generation._key("llama")}
+    folder = upstream(UNTARGETED)
+    lock, spec = tmp_path / "generated/v5_1/lock.json", tmp_path / "patches/llama.py"
+    monkeypatch.setattr(_generation, "FOLDER", lock.parents[1])
+    monkeypatch.setattr(_generation, "__file__", str(tmp_path / "_generation.py"))
+    keys = []
+    for path in (lock, spec, folder / "models/llama/modeling_llama.py"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        for content in ("one", "two"):
+            path.write_text(content)
+            keys.append(_generation._key("llama"))
+    spec.rename(spec.with_name("other.py"))
+    keys += [_generation._key("llama"), _generation._key("qwen3")]
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "9.9")
-    keys.add(_generation._key("llama"))
-    monkeypatch.setattr(_sets, "FOLDER", tmp_path)
-    monkeypatch.setattr(_generation, "FOLDER", tmp_path)
-    keys.add(_generation._key("llama"))
-    monkeypatch.setattr(_generation, "__file__", str(tmp_path / "x.py"))
-    keys.add(_generation._key("llama"))
-    keys.add(_generation._key("qwen3"))
-    assert len(keys) == 5
+    keys.append(_generation._key("llama"))
+    assert len(set(keys)) == len(keys)
 
 
 def test_other_maths_in_a_target_is_refused_with_what_differs(upstream, cache, config):
@@ -266,10 +270,18 @@ def test_a_broken_entry_is_generated_again_and_never_run(upstream, cache, name, 
     assert {path.name: path.read_bytes() for path in entry(cache).iterdir()} == good
 
 
-def test_what_runs_is_what_was_verified(upstream, cache):
-    """Not the bytecode that lies beside it, nor what the file has become since."""
+def test_what_runs_is_what_was_verified(upstream, cache, monkeypatch):
+    """Not what the file has become since; and no bytecode lies beside it, which nothing verifies."""
+
+    def provide(family):
+        found = _generation.provide(family)
+        found.path.write_text("raise RuntimeError")
+        return found
+
     upstream(UNTARGETED)
-    _families.generated_module("llama")
+    monkeypatch.setattr("opslot_models.cached.provide", provide)
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    assert _families.generated_module("llama").LlamaModel
     assert {path.name for path in entry(cache).iterdir()} == {"manifest.json", "modeling_llama.py"}
 
 
