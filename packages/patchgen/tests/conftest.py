@@ -2,7 +2,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from opslot_patchgen import Guard, ModelSpec, build, read_source
+from opslot_patchgen import FetchError, Guard, ModelSpec, build, fetch, read_source
 
 MODULE = "transformers.models.tiny.modeling_tiny"
 FRAME = """\
@@ -47,3 +47,22 @@ def generate(upstream: Callable[[str | bytes], Path]) -> Callable[..., str]:
         return built.text.partition("\n\n")[2]
 
     return run
+
+
+@pytest.fixture(scope="session")
+def release(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The files of a release of transformers, fetched once. Skips where no index answers."""
+    fetched: dict[str, Path | FetchError] = {}
+
+    def root(version: str) -> Path:
+        if version not in fetched:
+            try:
+                fetched[version] = fetch(version, tmp_path_factory.mktemp(f"transformers-{version}"))
+            except FetchError as error:
+                fetched[version] = error
+        found = fetched[version]
+        if isinstance(found, FetchError):
+            pytest.skip(str(found))
+        return found
+
+    return root

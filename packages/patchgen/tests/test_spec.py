@@ -71,6 +71,12 @@ def test_a_duplicate_guard_is_refused():
         model(entry(), entry(slot=Slot("glu", "swiglu")))
 
 
+def test_a_function_that_nothing_uses_is_refused():
+    region(when="own(x)", uses=("acme.losses:own",))
+    with pytest.raises(SpecError, match=r"A\.forward: uses 'acme\.losses:own', but neither `when` nor the arguments"):
+        region(when="owned(x)", uses=("acme.losses:own",))
+
+
 def test_specs_are_data():
     with pytest.raises(AttributeError):
         entry().result = "kernel(y)"

@@ -125,8 +125,9 @@ class Catalogue:
         text = ""
         for token in self._within(node):
             spaced = text[-1:].isidentifier() and token.text[0].isidentifier()
-            text += f" {token.text}" if spaced or text.endswith(",") else token.text
-        return text
+            spaced = spaced or (text.endswith(",") and token.text not in ")]}")
+            text += f" {token.text}" if spaced else token.text
+        return text.replace("\n", "\\n")
 
     def _parameters(self, arguments: ast.arguments) -> Iterator[str]:
         positional = [*arguments.posonlyargs, *arguments.args]

@@ -64,13 +64,16 @@ class Drift:
 
 def family_drift(spec: ModelSpec, locked: Family, before: Source, after: Source | PatchgenError) -> FamilyDrift:
     """`before` is the source that was locked, `after` another one or why it cannot be read."""
-    if isinstance(after, PatchgenError):
-        kind = "gone" if isinstance(after, TargetGone) else "refused"
-        findings = [Finding(kind, "", locked.source, str(after))]
-    elif after.sha256 == locked.sha256:
-        findings = []
-    else:
-        findings = list(_Comparison(spec, locked, before, after).findings())
+    findings: list[Finding] = []
+    try:
+        if isinstance(after, PatchgenError):
+            raise after
+        if after.sha256 != locked.sha256:
+            findings += _Comparison(spec, locked, before, after).findings()
+    except TargetGone as error:
+        findings.append(Finding("gone", "", locked.source, str(error)))
+    except PatchgenError as error:
+        findings.append(Finding("refused", "", locked.source, str(error)))
     return FamilyDrift(spec.family, locked.source, tuple(findings))
 
 
@@ -92,7 +95,7 @@ class _Comparison:
         found += self._escapes()
         found += self._refusal({finding.kind for finding in found})
         yield from found
-        yield from self._elsewhere(nothing=all(KINDS[finding.kind] == 0 for finding in found))
+        yield from self._elsewhere(found)
 
     def _target(self, name: str, locked: Target) -> Iterator[Finding]:
         if name not in self.after:
@@ -161,7 +164,7 @@ class _Comparison:
                 changes += [f"@{one} may run another implementation in place of its body" for one in gained]
             if changes:
                 yield Finding("dependency", name, used, f"{used}: {'; '.join(changes)}", diff=self._diff(used))
-        for used in now.depends.keys() - locked.depends.keys():
+        for used in sorted(now.depends.keys() - locked.depends.keys()):
             yield Finding("dependency", name, used, f"{used} is used now", diff=self._diff(used))
 
     def _escapes(self) -> Iterator[Finding]:
@@ -186,8 +189,9 @@ class _Comparison:
             if not same & kinds:
                 yield Finding(kind, "", self.locked.source, str(error))
 
-    def _elsewhere(self, nothing: bool) -> Iterator[Finding]:
+    def _elsewhere(self, found: list[Finding]) -> Iterator[Finding]:
         covered = {*self.locked.targets}.union(*(target.depends for target in self.locked.targets.values()))
+        covered |= {finding.subject for finding in found}
         both = [name for name in self.before.names() if name in self.after]
         changed = [name for name in both if self.before.fingerprint(name) != self.after.fingerprint(name)]
         gone = [name for name in self.before.names() if name not in self.after]
@@ -196,7 +200,7 @@ class _Comparison:
         parts = [("changed", imports + changed), ("gone", gone), ("new", new)]
         outside = [(what, [name for name in names if name not in covered]) for what, names in parts]
         summary = "; ".join(f"{what}: {', '.join(names)}" for what, names in outside if names)
-        if summary or nothing:
+        if summary or all(KINDS[finding.kind] == 0 for finding in found):
             yield Finding("elsewhere", "", self.locked.source, summary or "statements of the module changed")
 
     def _diff(self, name: str) -> str:

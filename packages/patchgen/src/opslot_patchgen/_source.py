@@ -91,14 +91,18 @@ def _plain_text(path: Path, raw: bytes) -> str:
     try:
         text = raw.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise SourceError(f"{path}: not UTF-8: {error}") from error
+        number = raw[: error.start].count(b"\n") + 1
+        raise SourceError(f"{path}:{number}: not UTF-8: {error}") from error
     if text.startswith("\ufeff"):
         raise SourceError(f"{path}:1: starts with a byte order mark")
     if not text.endswith("\n"):
-        raise SourceError(f"{path}: does not end with a newline")
+        number = text.count("\n") + 1
+        raise SourceError(f"{path}:{number}: does not end with a newline")
     for number, line in enumerate(text.split("\n"), start=1):
         if "\r" in line:
             raise SourceError(f"{path}:{number}: carriage return")
+        if "\f" in line:
+            raise SourceError(f"{path}:{number}: form feed")
         if "\t" in line[: len(line) - len(line.lstrip())]:
             raise SourceError(f"{path}:{number}: indented with a tab")
         if "# opslot" in line:

@@ -107,6 +107,9 @@ class RegionGuard(_Guard):
         _require(_METHOD, self.target, "target")
         for reference in self.uses:
             _require(_REFERENCE, reference, "function")
+            name = reference.partition(":")[2]
+            if not re.search(rf"\b{name}\b", " ".join((self.when, *self.arguments))):
+                raise SpecError(f"{self.target}: uses {reference!r}, but neither `when` nor the arguments name {name}")
         for callee in (self.first, self.last):
             _require(_DOTTED, callee, "call")
         for name in (self.result, *self.cleared):

@@ -92,6 +92,8 @@ class Tree:
             raise SourceError(f"{self.at(node)}: {name} is not a method")
         if not node.params.params or node.params.params[0].name.value != "self":
             raise SourceError(f"{self.at(node)}: {name} has no self, where the slot is read")
+        if node.asynchronous is not None or next(self.walk(node, cst.Yield), None) is not None:
+            raise SourceError(f"{self.at(node)}: {name} is async or a generator, where a kernel's result is no result")
         return Method(name, node, owner)
 
     def walk(self, node: cst.CSTNode, kind: type[Node]) -> Iterator[Node]:
