@@ -343,6 +343,9 @@ def test_where_the_cache_is(monkeypatch, tmp_path):
     assert _cache._root() == tmp_path / "xdg/opslot"
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")
     assert _cache._root() == tmp_path / "home/.cache/opslot"
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # what it does for a user without a home
+    with pytest.raises(OpslotError, match="no home folder, where the cache would be: set OPSLOT_CACHE"):
+        _cache._root()
     monkeypatch.setenv("OPSLOT_CACHE", "relative")
     with pytest.raises(OpslotError, match="OPSLOT_CACHE='relative': write an absolute path"):
         _cache._root()

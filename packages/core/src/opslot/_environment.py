@@ -25,6 +25,6 @@ def strict() -> bool:
 def cache_problem() -> str | None:
     """Why opslot-models would refuse the cache that is chosen, before it looks at the folder."""
     value = os.environ.get(CACHE, "")
-    return (
-        None if not value or os.path.isabs(value) else f"environment variable {CACHE}={value!r}: write an absolute path"
-    )
+    if not value or os.path.isabs(value):
+        return None
+    return f"environment variable {CACHE}={value!r}: write an absolute path"

@@ -87,11 +87,11 @@ def _root() -> Path:
         if not os.path.isabs(chosen):
             raise OpslotError(f"environment variable {VARIABLE}={chosen!r}: write an absolute path")
         return Path(chosen)
-    base = os.environ.get("XDG_CACHE_HOME", "")
     # A relative one is to be ignored, says the XDG base directory specification.
-    if not os.path.isabs(base):
-        base = os.path.expanduser("~/.cache")
-    return Path(base) / "opslot"
+    for base in (os.environ.get("XDG_CACHE_HOME", ""), os.path.expanduser("~/.cache")):
+        if os.path.isabs(base):
+            return Path(base) / "opslot"
+    raise OpslotError(f"this user has no home folder, where the cache would be: set {VARIABLE} to an absolute path")
 
 
 def _require_private(folder: Path) -> None:

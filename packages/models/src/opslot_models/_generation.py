@@ -59,9 +59,10 @@ def _generate(family: str) -> bytes:
         (spec,) = (spec for spec in package.specs if spec.family == family)
         source = read_source(spec.source, installed().folder.parent)
         text = build(spec, source, package.name).text
+        report = _unknown_maths(package, spec, source)
     except PatchgenError as error:
         raise OpslotError(f"{_installed_is()}, and its {family} cannot be generated: {error}") from error
-    if (report := _unknown_maths(package, spec, source)) is not None:
+    if report is not None:
         raise OpslotError(
             f"{_installed_is()}, and what opslot patches in its {family} is not as in any set (they are from "
             f"{versions()}), so a kernel may not fit. Install one of these, or use {family} without opslot.\n{report}"
