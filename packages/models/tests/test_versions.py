@@ -416,3 +416,32 @@ def test_a_fresh_process_finds_the_classes_of_a_pickled_model(tmp_path, cache):
         done = subprocess.run(command, env=environment, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
     assert done.stdout == "opslot_models.cached.modeling_llama\n"
+
+
+def test_to_name_the_families_imports_neither_torch_nor_transformers():
+    code = """
+import sys, opslot_models
+opslot_models.families()
+print(sorted({"torch", "transformers", "libcst"} & set(sys.modules)))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr
+
+
+@pytest.mark.slow
+def test_a_real_release_between_the_sets(tmp_path, monkeypatch, cache):
+    """The head of 5.23.0 cuts the logits as 5.24.0 does and names the cache as 5.17.0 does: no set has that maths."""
+    from opslot_patchgen import FetchError, fetch
+
+    try:
+        folder = fetch("5.23.0", tmp_path)
+    except FetchError as error:
+        pytest.skip(f"no index gives transformers 5.23.0: {error}")
+    for module in (_families, _generation):
+        monkeypatch.setattr(module, "installed", lambda: Installed(folder / "transformers", "5.23.0"))
+    forget()
+    with pytest.raises(
+        OpslotError, match=r"5\.17\.0 -> 5\.23\.0\n.*\n  maths: LlamaForCausalLM.forward: "
+    ):
+        _families.generated_module("llama")
+    forget()
