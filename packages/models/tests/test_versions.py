@@ -440,8 +440,6 @@ def test_a_real_release_between_the_sets(tmp_path, monkeypatch, cache):
     for module in (_families, _generation):
         monkeypatch.setattr(module, "installed", lambda: Installed(folder / "transformers", "5.23.0"))
     forget()
-    with pytest.raises(
-        OpslotError, match=r"5\.17\.0 -> 5\.23\.0\n.*\n  maths: LlamaForCausalLM.forward: "
-    ):
+    with pytest.raises(OpslotError, match=r"5\.17\.0 -> 5\.23\.0\n.*\n  maths: LlamaForCausalLM.forward: "):
         _families.generated_module("llama")
     forget()
