@@ -373,6 +373,8 @@ def test_metadata_that_cannot_be_read(tmp_path, monkeypatch, known):
         ({"OPSLOT_STRICT": "yes"}, ["OPSLOT_STRICT='yes': write 1"]),
         ({"OPSLOT_BACKENDS": "nobody"}, ["OPSLOT_BACKENDS='nobody': no backend"]),
         ({"OPSLOT_BACKENDS": "nobody", "OPSLOT_OPS": "rms_norm=odd"}, ["OPSLOT_BACKENDS='nobody': no backend"]),
+        ({"OPSLOT_CACHE": "/somewhere"}, []),
+        ({"OPSLOT_CACHE": "somewhere"}, ["OPSLOT_CACHE='somewhere': write an absolute path"]),
         ({"OPSLOT_OPS": "rms_norm"}, ["OPSLOT_OPS: 'rms_norm' is not of the form"]),
         ({"OPSLOT_OPS": "norm=eager"}, ["OPSLOT_OPS: unknown field 'norm'"]),
         ({"OPSLOT_OPS": "rms_norm=odd"}, ["OPSLOT_OPS: rms_norm: no kernel 'odd'"]),
@@ -384,7 +386,7 @@ def test_metadata_that_cannot_be_read(tmp_path, monkeypatch, known):
     ids=str,
 )
 def test_environment_variables_that_cannot_be_used(monkeypatch, variables, words):
-    for name in ("OPSLOT_STRICT", "OPSLOT_BACKENDS", "OPSLOT_OPS"):
+    for name in ("OPSLOT_STRICT", "OPSLOT_BACKENDS", "OPSLOT_OPS", "OPSLOT_CACHE"):
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)

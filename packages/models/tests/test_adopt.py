@@ -280,9 +280,9 @@ def test_each_family_of_a_model_is_judged_by_its_own_module(monkeypatch, patched
     from opslot_models import adoption
 
     found = {name: fake_family(name, monkeypatch) for name in ("a", "b")}
-    monkeypatch.setattr(adoption, "families", lambda: tuple(found))
+    monkeypatch.setattr(adoption, "known_families", lambda: tuple(found))
+    monkeypatch.setattr(adoption, "upstream_module", lambda name: f"upstream_{name}")
     monkeypatch.setattr(adoption, "twins", lambda name: {found[name][0].Norm: found[name][1].Norm})
-    monkeypatch.setattr(adoption, "_is_loaded", lambda name: True)
     model = torch.nn.Sequential(found["a"][0].Norm(), found["b"][0].Norm())
     assert len(adoption.plan_swaps(model)) == 2
     # Something that the other family does not define must be seen too.

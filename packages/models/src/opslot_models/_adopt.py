@@ -11,7 +11,7 @@ import torch
 from opslot import BindError, Binding, OpsConfig, bind, registry
 
 from ._attention import choosing_attention
-from ._families import families
+from ._families import GENERATED, families
 from .adoption import plan_swaps
 
 
@@ -44,7 +44,8 @@ def adopt(
     class: its inner modules get slots, and `Adoption.left` names what did not.
 
     `ops`, `device` and `probe` are those of `opslot.bind`. Raises `BindError` when nothing in the model has a generated
-    class, or something has patched upstream's, and what `opslot.bind` raises. After an error the model is as it was.
+    class, or something has patched upstream's, `OpslotError` when its families are not served for the installed
+    transformers, and what `opslot.bind` raises. After an error the model is as it was.
     """
     config = OpsConfig.effective(ops)
     config.rules(registry())
@@ -80,7 +81,7 @@ def _set_attention(model: torch.nn.Module, name: str) -> Callable[[], None]:
 
 
 def _is_generated(module: torch.nn.Module) -> bool:
-    return any(cls.__module__.startswith("opslot_models.generated.") for cls in type(module).__mro__)
+    return any(cls.__module__.startswith(GENERATED) for cls in type(module).__mro__)
 
 
 def _left(model: torch.nn.Module) -> list[str]:

@@ -1,31 +1,45 @@
 """The generated model families, for the installed version of transformers."""
 
 import importlib
-import importlib.metadata
 import inspect
-import pkgutil
+from dataclasses import dataclass
 from functools import cache
 from types import ModuleType
 from typing import Any
 
 from opslot import OpslotError
 
+from ._generation import provide
+from ._installed import installed
+from ._sets import known_families, serving
 
-@cache
+# What the names of generated modules begin with.
+GENERATED = ("opslot_models.generated.", "opslot_models.cached.")
+
+
 def families() -> tuple[str, ...]:
     """The model types ("qwen3_moe") that are generated for the installed transformers.
 
-    Raises `OpslotError` when this version of transformers has no generated set: upstream's maths may have changed.
+    A set that is shipped serves a family whose maths is that of the installed file. Any other is generated from the
+    installed file by opslot-patchgen, where that is installed and the maths of what it patches is known. One for which
+    neither holds is left out; `generated_module` says why.
     """
-    names = (module.name for module in pkgutil.iter_modules(_generated_set().__path__))
-    return tuple(sorted(name.removeprefix("modeling_") for name in names))
+    return tuple(family for family in known_families() if not isinstance(_served(family), _Refusal))
 
 
 def generated_module(model_type: str) -> ModuleType:
-    """The generated modeling module of a model type. Raises `OpslotError` for one that has none."""
-    if model_type not in families():
-        raise OpslotError(f"no generated model for model type {model_type!r}; there are: {', '.join(families())}")
-    return importlib.import_module(f"{_generated_set().__name__}.modeling_{model_type}")
+    """The generated modeling module of a model type. Raises `OpslotError` for one that has none, saying why."""
+    if model_type not in known_families():
+        there = ", ".join(families()) or "none for the installed transformers"
+        raise OpslotError(f"no generated model for model type {model_type!r}; there are: {there}")
+    served = _served(model_type)
+    if isinstance(served, _Refusal):
+        raise OpslotError(served.reason)
+    return importlib.import_module(served)
+
+
+def upstream_module(model_type: str) -> str:
+    return f"transformers.models.{model_type}.modeling_{model_type}"
 
 
 def twins(model_type: str) -> dict[type, type]:
@@ -36,7 +50,7 @@ def twins(model_type: str) -> dict[type, type]:
     import torch
 
     ours = generated_module(model_type)
-    upstream = importlib.import_module(f"transformers.models.{model_type}.modeling_{model_type}")
+    upstream = importlib.import_module(upstream_module(model_type))
     pairs = {}
     for name, cls in _own(ours).items():
         theirs = getattr(upstream, name)
@@ -73,16 +87,19 @@ def _file(function: Any) -> str | None:
     return code.co_filename if code is not None else None
 
 
-def _generated_set() -> ModuleType:
-    from . import generated
+@dataclass(frozen=True)
+class _Refusal:
+    reason: str
 
-    installed = importlib.metadata.version("transformers")
-    wanted = "v" + "_".join(installed.split(".")[:2])
-    available = [module.name for module in pkgutil.iter_modules(generated.__path__)]
-    if wanted not in available:
-        versions = ", ".join(name[1:].replace("_", ".") for name in sorted(available))
-        raise OpslotError(
-            f"transformers {installed} is installed, but the models here are generated from transformers {versions}; "
-            f"install one of these, since the maths of another version may differ"
-        )
-    return importlib.import_module(f"{generated.__name__}.{wanted}")
+
+@cache
+def _served(family: str) -> str | _Refusal:
+    """The name of the module that serves a family, or why there is none. Judged once per process."""
+    try:
+        one = serving(family, installed().modeling(family))
+        if one is not None:
+            return one.module(family)
+        provide(family)
+    except OpslotError as error:
+        return _Refusal(str(error))
+    return f"{__package__}.cached.modeling_{family}"

@@ -1,17 +1,19 @@
 """What the generated modules themselves need; users want `opslot_models.adopt`."""
 
 import sys
+from collections.abc import Set
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from opslot import BindError, OpSlot
+from opslot import BindError, OpSlot, OpslotError
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
-from ._families import families, patches, twins
+from ._families import patches, twins, upstream_module
+from ._sets import known_families
 
 
 def adopt_backbone(head: torch.nn.Module) -> None:
@@ -77,10 +79,10 @@ def plan_swaps(model: torch.nn.Module) -> tuple[Swap, ...]:
     """Every upstream module of a generated family below `model`. Nothing changes yet.
 
     Raises `BindError` for one that runs another forward than its class's, that FSDP has wrapped, or whose class is no
-    longer upstream's own because something patched it.
+    longer upstream's own because something patched it; `OpslotError` where no family of the model can be served.
     """
-    pairs = {upstream: ours for family in families() if _is_loaded(family) for upstream, ours in twins(family).items()}
     modules = list(model.named_modules())
+    pairs = _twins_in({cls.__module__ for _, module in modules for cls in type(module).__mro__})
     swaps = tuple(
         Swap(name, module, type(module), pairs[type(module)]) for name, module in modules if type(module) in pairs
     )
@@ -110,6 +112,19 @@ def plan_swaps(model: torch.nn.Module) -> tuple[Swap, ...]:
     return swaps
 
 
-def _is_loaded(family: str) -> bool:
-    """Whether upstream's module is imported: without it no model of that family can exist."""
-    return f"transformers.models.{family}.modeling_{family}" in sys.modules
+def _twins_in(present: Set[str]) -> dict[type, type]:
+    """Upstream's class -> ours, for the families whose upstream module is one of `present`.
+
+    A family that cannot be served does not stop another: its modules stay upstream's, and `adopt` lists them.
+    """
+    pairs: dict[type, type] = {}
+    refusals = []
+    for family in known_families():
+        if upstream_module(family) in present:
+            try:
+                pairs |= twins(family)
+            except OpslotError as error:
+                refusals.append(error)
+    if refusals and not pairs:
+        raise refusals[0]
+    return pairs

@@ -6,6 +6,7 @@ from opslot_patchgen._check import stale as stale
 from opslot_patchgen._drift import Drift as Drift
 from opslot_patchgen._drift import FamilyDrift as FamilyDrift
 from opslot_patchgen._drift import Finding as Finding
+from opslot_patchgen._drift import family_drift as family_drift
 from opslot_patchgen._errors import AmbiguousTarget as AmbiguousTarget
 from opslot_patchgen._errors import FetchError as FetchError
 from opslot_patchgen._errors import InverseError as InverseError
@@ -20,6 +21,7 @@ from opslot_patchgen._errors import UpstreamEscape as UpstreamEscape
 from opslot_patchgen._fetch import fetch as fetch
 from opslot_patchgen._inverse import restore as restore
 from opslot_patchgen._lock import Lock as Lock
+from opslot_patchgen._lock import lock_family as lock_family
 from opslot_patchgen._lock import read_lock as read_lock
 from opslot_patchgen._maths import module_maths as module_maths
 from opslot_patchgen._plan import Plan as Plan

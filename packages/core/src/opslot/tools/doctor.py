@@ -24,7 +24,7 @@ from packaging.version import InvalidVersion, Version
 
 from opslot import BackendRecord, ConfigError, OpsConfig, OpslotError, Registry
 from opslot._distributions import Folder
-from opslot._environment import STRICT, strict
+from opslot._environment import STRICT, cache_problem, strict
 from opslot._report import counted
 from opslot._selection import VARIABLE as BACKENDS
 from opslot.tools.metadata import modules
@@ -332,6 +332,8 @@ def _variables() -> Iterator[tuple[Registry, tuple[str, ...]]]:
                 choices.rules(known)
         except OpslotError as error:
             problems.append(str(error))
+        if (problem := cache_problem()) is not None:
+            problems.append(problem)
         yield known, tuple(problems)
     finally:
         for name, value in before.items():
