@@ -50,10 +50,11 @@ def test_the_table_is_fresh():
 
 def commands():
     """Every command of ours that the documentation shows, in text or after a prompt."""
-    texts = [README, *(path.read_text(encoding="utf-8") for path in sorted((ROOT / "docs").glob("*.md")))]
+    pages = [*sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "packages").glob("*/README.md"))]
+    ours = r"opslot(?:-train|-patchgen)? "
     found = (
-        re.findall(r"`(opslot(?:-train)? [a-z-][^`]*)`|^\$ (opslot(?:-train)? .*)", text, re.MULTILINE)
-        for text in texts
+        re.findall(rf"`({ours}[a-z-][^`]*)`|^\$ (?:uv run )?({ours}[^#\n]*)", text, re.MULTILINE)
+        for text in [README, *(page.read_text(encoding="utf-8") for page in pages)]
     )
     return sorted({" ".join((inline or shown).split()) for each in found for inline, shown in each})
 
@@ -63,9 +64,13 @@ def test_every_command_in_the_text_parses(command):
     import importlib
 
     name, *arguments = shlex.split(command)
-    modules = {"opslot": "opslot.tools.cli", "opslot-train": "opslot_models.train.cli"}
+    modules = {
+        "opslot": "opslot.tools.cli",
+        "opslot-patchgen": "opslot_patchgen.cli",
+        "opslot-train": "opslot_models.train.cli",
+    }
     parser = importlib.import_module(modules[name])._parser()
-    if name == "opslot":
+    if name != "opslot-train":
         parser.parse_args(arguments)
     else:
         assert {a for a in arguments if a.startswith("--")} <= set(parser._option_string_actions)
