@@ -106,6 +106,13 @@ def test_only_imports_and_reindented_lines_are_removed(artifact):
         assert line.startswith("from .") or not line or f"    {line}" in added
 
 
+def test_the_patches_of_a_set_are_short(specs):
+    for folder in specs.generated.glob("v*"):
+        patches = [path.read_text(encoding="utf-8").split("\n")[2:] for path in folder.glob("*.patch")]
+        assert len(patches) == len(GUARDS)
+        assert sum(line.startswith("+") for patch in patches for line in patch) <= 900, folder
+
+
 def test_signatures_and_docstrings_are_untouched(artifact, source):
     pattern = re.compile(r'^ *def [^#]*?:$|"""(?:.|\n)*?"""', re.MULTILINE)
     assert pattern.findall(artifact.text) == pattern.findall(source.text)
