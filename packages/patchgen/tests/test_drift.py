@@ -2,6 +2,7 @@
 
 import json
 import subprocess
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -39,8 +40,13 @@ def scale(x):
     return x * 2
 
 
+class Pair:
+    def get(self, k):
+        return k
+
+
 def turn(q, k, position=None):
-    return scale(q), k
+    return scale(q), Pair().get(k)
 
 
 class TinyMLP(nn.Module):
@@ -264,6 +270,12 @@ def test_a_target_that_is_renamed_and_changed_is_found_by_its_name(changed):
     assert found.exit_code == 3
 
 
+def test_a_class_that_is_gone_is_not_taken_for_one_of_the_same_bases(changed):
+    summaries = [summary for _, _, summary in findings(changed(("Pair", "Couple")))]
+    assert "Pair is gone" in summaries
+    assert "Pair.get is gone; perhaps now Couple.get (equal maths)" in summaries
+
+
 def test_a_call_that_is_gone_is_a_target_gone(changed):
     found = changed(("        q, k = turn(q, k)\n", ""))
     (finding,) = [finding for finding in found.families[0].findings if finding.kind == "gone"]
@@ -275,6 +287,12 @@ def test_what_generation_refuses_is_said(changed):
     found = changed(("# The sum.", "kernel = 1"))
     assert [kind for kind, _, _ in findings(found)] == ["maths", "refused"]
     assert "already uses the name `kernel`" in findings(found)[1][2]
+
+
+def test_layout_that_generation_refuses_is_said(changed):
+    found = changed(("from ...modeling_utils", "from  ...modeling_utils"))
+    assert [kind for kind, _, _ in findings(found)] == ["cosmetic", "refused"]
+    assert found.exit_code == 2
 
 
 def test_a_module_that_is_gone(generated, upstream):
@@ -349,10 +367,39 @@ def test_what_is_no_version_is_refused(version, tmp_path):
 def test_neither_tool_works(tmp_path, monkeypatch):
     """The reasons of both are given, and what would work."""
     monkeypatch.setattr("shutil.which", lambda name: f"/nowhere/{name}")
-    failed = subprocess.CompletedProcess([], 1, "", "no answer from the index\n")
-    monkeypatch.setattr("subprocess.run", lambda *arguments, **options: failed)
+    folders = []
+
+    def run(command, cwd, **options):
+        folders.append(cwd)
+        return subprocess.CompletedProcess(command, 1, "", "no answer from the index\n")
+
+    monkeypatch.setattr("subprocess.run", run)
     message = r"transformers==5\.24\.0:\nuv: no answer from the index\npip: no answer .*\nGive --to a folder"
     with pytest.raises(FetchError, match=message):
+        fetch("5.24.0", tmp_path)
+    assert folders == [tmp_path, tmp_path]
+
+
+def test_pip_where_there_is_no_uv(tmp_path, monkeypatch):
+    """What pip downloads is a wheel, which is unpacked."""
+
+    def run(command, cwd, **options):
+        assert command[1:4] == ["-m", "pip", "download"]
+        with zipfile.ZipFile(cwd / "transformers-5.24.0-py3-none-any.whl", "w") as wheel:
+            wheel.writestr("transformers/__init__.py", '__version__ = "5.24.0"\n')
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    monkeypatch.setattr("subprocess.run", run)
+    assert (fetch("5.24.0", tmp_path) / "transformers/__init__.py").is_file()
+
+
+def test_no_answer_in_time(tmp_path, monkeypatch):
+    def run(command, timeout, **options):
+        raise subprocess.TimeoutExpired(command, timeout)
+
+    monkeypatch.setattr("subprocess.run", run)
+    with pytest.raises(FetchError, match="pip: no answer within 300 s"):
         fetch("5.24.0", tmp_path)
 
 
@@ -562,6 +609,19 @@ def test_check_tells_stale_from_changed(case, generated, upstream, monkeypatch, 
     assert cli.main(["check", "acme.patches", "--source", str(upstream(text))]) == code
     out = capsys.readouterr().out
     assert ("the committed set is of another source" in out) == (case != "fresh")
+    # That a file made from another source differs goes without saying.
+    assert ": stale" not in out
+    assert ": undone" not in out
+
+
+def test_a_lock_is_of_all_families_or_none(package, upstream):
+    """One without the refused family would read as if no one had asked for it."""
+    specs = (*package().specs, *package("small").specs)
+    planned = plan(SpecPackage("acme.patches", package().folder, specs), upstream(TINY))
+    assert len(planned.refusals) == 1
+    names = {path.name for path in planned.files}
+    assert "modeling_tiny.py" in names
+    assert "lock.json" not in names
 
 
 def test_check_of_a_damaged_set_is_stale(generated, upstream, monkeypatch, capsys):

@@ -87,9 +87,9 @@ class _Comparison:
 
     def findings(self) -> Iterator[Finding]:
         if self.after.maths == self.locked.maths:
-            yield Finding(
-                "cosmetic", "", self.locked.source, "only comments, docstrings, annotations or layout changed"
-            )
+            summary = "only comments, docstrings, annotations or layout changed"
+            yield Finding("cosmetic", "", self.locked.source, summary)
+            yield from self._refusal(set())
             return
         found = [finding for name, target in self.locked.targets.items() for finding in self._target(name, target)]
         found += self._escapes()
