@@ -297,13 +297,7 @@ def test_generate_and_gradient_checkpointing(config, batch, deterministic, every
     upstream, ours = both(config(), ops=every_kernel)
     tokens = batch["input_ids"][:1, :8]
     arguments = {"max_new_tokens": 4, "do_sample": False, "attention_mask": torch.ones_like(tokens)}
-    # The loss of the routers has no meaning there: upstream weighs the one new token by the mask of all (5.17 gives it
-    # one even without padding), and with two sequences fails. Kernels refuse such a mask.
-    wanted = getattr(ours.config, "output_router_logits", None)
-    for model in (upstream, ours):
-        model.config.output_router_logits = False
     assert torch.equal(upstream.generate(tokens, **arguments), ours.generate(tokens, **arguments))
-    ours.config.output_router_logits = wanted
 
     plain = ours(**batch).loss
     plain.backward()

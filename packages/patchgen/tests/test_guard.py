@@ -1,6 +1,7 @@
 """What each guard becomes, and every place where one is refused."""
 
 import re
+from dataclasses import replace
 
 import pytest
 from opslot_patchgen import (
@@ -147,6 +148,16 @@ def test_call_guard_over_several_lines(generate):
                 k,
             )  # in place
 """ in generate(text, ATTENTION_GUARD)
+
+
+def test_a_call_may_have_a_condition(generate):
+    guard = replace(ATTENTION_GUARD, when="torch.is_grad_enabled()")
+    line = (
+        "kernel = self.rotary_pos_emb_op.kernel if torch.is_grad_enabled() else None  # opslot: rotary_pos_emb/full\n"
+    )
+    assert line in generate(ATTENTION, guard)
+    with pytest.raises(TargetGone, match="no `later` where the guard reads it"):
+        generate(ATTENTION, replace(guard, when="later"))
 
 
 def test_region_guard(generate):

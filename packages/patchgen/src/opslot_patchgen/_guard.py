@@ -55,14 +55,15 @@ def _call_edit(tree: Tree, guard: CallGuard) -> Edit:
     if statement is None:
         raise SourceError(f"{tree.at(call)}: the call of {guard.call} is not the value of an assignment of its own")
     edit, kept, indent = _reindented(tree, [statement])
-    _require_known(tree, method, guard.slot, edit.start)
+    _require_known(tree, method, guard.slot, edit.start, *([guard.when] if guard.when else []))
     callee = tree.position(call.func)
     row, column, end = callee.start.line - 1 - edit.start, callee.start.column + 4, callee.end.column + 4
     taken = [*kept]
     taken[row] = f"{kept[row][:column]}kernel{kept[row][end:]}"
     if any(line.endswith("\\") for line in taken):
         raise SourceError(f"{tree.at(call)}: a line continued with a backslash cannot carry a marker")
-    return _either(edit, _read_slot(guard.slot, indent), [f"{line}  # opslot" for line in taken if line], indent, kept)
+    head = _read_slot(guard.slot, indent, guard.when)
+    return _either(edit, head, [f"{line}  # opslot" for line in taken if line], indent, kept)
 
 
 def _region_edit(tree: Tree, guard: RegionGuard) -> Edit:

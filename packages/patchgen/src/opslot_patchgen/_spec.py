@@ -73,13 +73,19 @@ class EntryGuard(_Guard):
 
 @dataclass(frozen=True, kw_only=True)
 class CallGuard(_Guard):
-    """Around the one assignment in a method whose value is a call of `call`; targets and arguments are upstream's."""
+    """Around the one assignment in a method whose value is a call of `call`; targets and arguments are upstream's.
+
+    With `when`, an expression, a kernel runs only where it holds.
+    """
 
     call: str
+    when: str | None = None
 
     def __post_init__(self) -> None:
         _require(_METHOD, self.target, "target")
         _require(_DOTTED, self.call, "call")
+        if self.when is not None:
+            _require_expression(self.when)
 
     @property
     def site(self) -> str:

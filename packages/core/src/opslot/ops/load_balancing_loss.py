@@ -141,6 +141,6 @@ CONTRACTS = (
             },
             large={"layers": 1, "tokens": 2**24 + 8, "experts": 128, "top_k": 8},
         ),
-        runs_when="the model returns router logits (output_router_logits=True)",
+        runs_when="the model returns router logits (output_router_logits=True) while gradients are recorded",
     ),
 )

@@ -77,5 +77,7 @@ def experts(prefix: str) -> tuple[Guard, ...]:
             target=f"{prefix}ForCausalLM.forward",
             slot=Slot("load_balancing_loss", "standard"),
             call="load_balancing_loss_func",
+            # While generating, upstream gives it the mask of all tokens and the router's logits of one.
+            when="torch.is_grad_enabled()",
         ),
     )

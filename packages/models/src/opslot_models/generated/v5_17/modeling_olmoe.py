@@ -698,7 +698,7 @@ class OlmoeForCausalLM(OlmoePreTrainedModel, GenerationMixin):
 
         aux_loss = None
         if output_router_logits:
-            kernel = self.load_balancing_loss_op.kernel  # opslot: load_balancing_loss/standard
+            kernel = self.load_balancing_loss_op.kernel if torch.is_grad_enabled() else None  # opslot: load_balancing_loss/standard
             if kernel is not None:  # opslot
                 aux_loss = kernel(  # opslot
                     outputs.router_logits,  # opslot
