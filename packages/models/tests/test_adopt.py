@@ -34,7 +34,7 @@ def test_an_adopted_model_is_the_model_that_it_was(config, batch, deterministic)
 FRESH = """
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
-for family in {families!r}:
+for family in ("gemma2", "llama", "mixtral", "qwen3_moe"):
     config = AutoConfig.for_model(family, vocab_size=96, hidden_size=64, intermediate_size=96, num_hidden_layers=2,
         num_attention_heads=4, num_key_value_heads=2, head_dim=16)
     if hasattr(config, "num_experts"):
@@ -47,7 +47,7 @@ for family in {families!r}:
     from opslot_models import adopt
     adopt(model, {ops!r}, device="cpu")
     out = model(tokens, labels=tokens, output_hidden_states=True)
-    assert 4 < out.loss < 6, out.loss
+    assert out.loss.isfinite()
     router = (len(out.router_logits), bool(1.9 < out.aux_loss < 2.5)) if "aux_loss" in out else ()
     print(family, len(out.hidden_states), *router)
 """
@@ -57,10 +57,10 @@ for family in {families!r}:
 @pytest.mark.parametrize(("before", "ops"), [("", "auto"), ("model(tokens, labels=tokens)", "eager")])
 def test_what_a_model_records_in_a_process_that_never_built_a_generated_one(before, ops):
     """transformers finds what to record by class, in a registry that only its own __init__ fills."""
-    code = FRESH.format(families=families(), before=before, ops=ops)
+    code = FRESH.format(before=before, ops=ops)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == ["llama 3", "qwen3 3", "qwen3_moe 3 2 True"]
+    assert done.stdout.splitlines() == ["gemma2 3", "llama 3", "mixtral 3 2 True", "qwen3_moe 3 2 True"]
 
 
 def test_adopting_again_only_binds_again(config):

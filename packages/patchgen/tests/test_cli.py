@@ -193,3 +193,22 @@ def test_nothing_heavy_is_imported(run, folder, upstream):
     arguments = ["generate", "acme.patches", "--source", str(upstream(SOURCE))]
     done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=True)
     assert done.stdout.endswith("[]\n")
+
+
+def test_a_set_that_lacks_a_new_family_is_found(run, folder, capsys):
+    assert run("generate", version="5.17.0") == 0
+    patches = folder.parents[1] / "patches"
+    (patches / "small.py").write_text(SPEC.replace("tiny", "small").replace("models.small.modeling_small", "models.tiny.modeling_tiny"))
+    (patches / "tiny.py").unlink()
+    assert run("generate") == 0
+    assert run("check") == 1
+    assert (
+        "v5_17: of small, tiny there is only a spec or only a module: run `opslot-patchgen generate --source 5.17.0`"
+        in (capsys.readouterr().out)
+    )
+
+
+def test_a_version_without_a_set_is_told_so(run, folder, capsys):
+    assert run("generate") == 0
+    assert run("check", version="5.23.0") == 1
+    assert "there is no set for transformers 5.23.0, only v5_24" in capsys.readouterr().out

@@ -296,7 +296,7 @@ REFUSALS = {
         NameCollision,
         ":17:",
     ),
-    "call gone": (ATTENTION, call("turn"), TargetGone, ":17: TinyAttention.forward no longer calls turn"),
+    "call gone": (ATTENTION, call("turn"), TargetGone, ":17: TinyAttention.forward does not call turn"),
     "call twice": (
         ATTENTION.replace("return q @ k", "q, k = rotate(q, k)\n        return q @ k"),
         ATTENTION_GUARD,
@@ -333,7 +333,7 @@ REFUSALS = {
         SourceError,
         ":19: stands left",
     ),
-    "first call gone": (HEAD.replace("lm_head", "head"), HEAD_GUARD, TargetGone, "no longer calls self.lm_head"),
+    "first call gone": (HEAD.replace("lm_head", "head"), HEAD_GUARD, TargetGone, "does not call self.lm_head"),
     "order turned": (
         HEAD,
         region(first="self.loss_function", last="self.lm_head", arguments=("x",)),

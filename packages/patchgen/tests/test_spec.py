@@ -57,6 +57,7 @@ def model(*guards, **changes):
         lambda: region(when="return"),
         lambda: region(arguments=("x", "y=")),
         lambda: model(),
+        lambda: model((entry(),)),
         lambda: model(entry(), source="torch.nn"),
         lambda: model(entry(), family="tiny-moe"),
     ],

@@ -18,11 +18,11 @@ GENERATED = ("opslot_models.generated.", "opslot_models.cached.")
 
 
 def families() -> tuple[str, ...]:
-    """The model types ("qwen3_moe") that are generated for the installed transformers.
+    """The families ("qwen3_moe") that are generated for the installed transformers, by the name of upstream's module.
 
     A set that is shipped serves a family whose maths is that of the installed file. Any other is generated from the
     installed file by opslot-patchgen, where that is installed and the maths of what it patches is known. One for which
-    neither holds is left out; `generated_module` says why.
+    neither holds is left out; building or adopting a model of it says why.
     """
     return tuple(family for family in known_families() if not isinstance(_served(family), _Refusal))
 

@@ -38,7 +38,7 @@ def fetch(version: str, folder: Path) -> Path:
     tried = "\n".join(reasons)
     raise FetchError(
         f"cannot fetch {wanted}:\n{tried}\n"
-        "Give --to a folder that holds a transformers package, or an index to uv (UV_INDEX_URL) or pip (PIP_INDEX_URL)"
+        "Give a folder that holds a transformers package instead, or an index: UV_INDEX_URL to uv, PIP_INDEX_URL to pip"
     )
 
 

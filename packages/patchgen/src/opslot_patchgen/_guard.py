@@ -172,7 +172,7 @@ def _require_same_results(tree: Tree, guard: RegionGuard, statements: Sequence[c
 def _only_call(tree: Tree, method: Method, callee: str) -> cst.Call:
     calls = tree.calls(method.node, callee)
     if not calls:
-        raise TargetGone(f"{tree.at(method.node)}: {method.name} no longer calls {callee}")
+        raise TargetGone(f"{tree.at(method.node)}: {method.name} does not call {callee}")
     if len(calls) > 1:
         raise AmbiguousTarget(f"{tree.at(calls[1])}: {method.name} calls {callee} {len(calls)} times")
     return calls[0]

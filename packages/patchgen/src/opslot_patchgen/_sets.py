@@ -39,15 +39,39 @@ class GeneratedSet:
         return Source(locked.source, path, label, self.lock.transformers, sha256, text)
 
 
+def set_names(package: SpecPackage) -> list[str]:
+    """The names of the committed sets, the newest last."""
+    found = {folder.name: match for folder in package.generated.glob("v*") if (match := _NAME.fullmatch(folder.name))}
+    return sorted(found, key=lambda name: tuple(map(int, found[name].groups())))
+
+
+def unfinished(package: SpecPackage) -> list[str]:
+    """One finding per committed set whose lock has not the families of the specs: it was generated from others."""
+    specified = {spec.family for spec in package.specs}
+    findings = []
+    for name in set_names(package):
+        try:
+            lock = generated_set(package, name).lock
+        except LockError as error:
+            findings.append(str(error))
+            continue
+        if odd := sorted(specified ^ lock.families.keys()):
+            findings.append(
+                f"{package.generated / name}: of {', '.join(odd)} there is only a spec or only a module: run "
+                f"`opslot-patchgen generate --source {lock.transformers}`"
+            )
+    return findings
+
+
 def generated_set(package: SpecPackage, name: str | None = None) -> GeneratedSet:
     """The committed set of that name ("v5_24"), by default the newest. Raises `LockError` when there is none."""
-    found = {folder.name: match for folder in package.generated.glob("v*") if (match := _NAME.fullmatch(folder.name))}
-    if not found:
+    names = set_names(package)
+    if not names:
         raise LockError(f"{package.generated}: no generated sets; `opslot-patchgen generate` writes one")
     if name is None:
-        name = max(found, key=lambda folder: tuple(map(int, found[folder].groups())))
-    elif name not in found:
-        raise LockError(f"{package.generated}: no set {name!r}; there are: {', '.join(sorted(found))}")
+        name = names[-1]
+    elif name not in names:
+        raise LockError(f"{package.generated}: no set {name!r}; there are: {', '.join(names)}")
     folder = package.generated / name
     return GeneratedSet(folder, read_lock(folder / LOCK))
 

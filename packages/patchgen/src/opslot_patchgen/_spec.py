@@ -159,6 +159,11 @@ class ModelSpec:
             raise SpecError(f"{self.family}: source {self.source!r} is not a module of transformers.models")
         if not self.guards:
             raise SpecError(f"{self.family}: a spec without guards")
+        for guard in self.guards:
+            if not isinstance(guard, _Guard):
+                raise SpecError(
+                    f"{self.family}: {type(guard).__name__} among its guards: unpack what holds several with *"
+                )
         sites = [guard.site for guard in self.guards]
         twice = sorted({site for site in sites if sites.count(site) > 1})
         if twice:

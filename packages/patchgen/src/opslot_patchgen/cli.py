@@ -13,7 +13,8 @@ from opslot_patchgen._errors import PatchgenError
 from opslot_patchgen._fetch import fetch
 from opslot_patchgen._plan import Plan, plan
 from opslot_patchgen._report import as_json, as_markdown, as_text
-from opslot_patchgen._sets import drift, moved
+from opslot_patchgen._sets import drift, moved, set_names, unfinished
+from opslot_patchgen._source import read_version, set_name
 from opslot_patchgen._specs import SpecPackage, load_specs
 
 _SPECS = "opslot_models.patches"
@@ -39,14 +40,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
         package = load_specs(options.specs)
-        if options.command == "drift":
-            return _drift(package, options)
-        planned = plan(package, options.source)
-        if options.command == "check":
-            return _check(planned, package, options.source)
+        with tempfile.TemporaryDirectory() as scratch:
+            root = _folder(options.source, Path(scratch))
+            if options.command == "drift":
+                return _drift(package, options, root)
+            planned = plan(package, root)
+            return _check(planned, package, root) if options.command == "check" else _generate(planned)
     except PatchgenError as error:
         return _refuse([error])
-    return _generate(planned)
+
+
+def _folder(source: str | None, scratch: Path) -> Path | None:
+    """The folder that holds the package: as given, or with the wheel of a version in it; None for the installed one."""
+    if source is None:
+        return None
+    return path if (path := Path(source)).is_dir() else fetch(source, scratch)
 
 
 def _generate(planned: Plan) -> int:
@@ -59,8 +67,15 @@ def _generate(planned: Plan) -> int:
 
 
 def _check(planned: Plan, package: SpecPackage, root: Path | None) -> int:
+    version, names = read_version(root), set_names(package)
+    if names and set_name(version) not in names:
+        print(
+            f"there is no set for transformers {version}, only {', '.join(names)}: see what differs with "
+            f"`opslot-patchgen drift --to {version}`, or write one with `opslot-patchgen generate --source {version}`"
+        )
+        return 1
     changes = moved(package, root)
-    findings = stale(planned, changes.files)
+    findings = [*stale(planned, changes.files), *unfinished(package)]
     if changes.drift.families:
         findings.append(f"the committed set is of another source\n{as_text(changes.drift)}")
     for finding in findings:
@@ -74,10 +89,8 @@ def _check(planned: Plan, package: SpecPackage, root: Path | None) -> int:
     return max(codes)
 
 
-def _drift(package: SpecPackage, options: Namespace) -> int:
-    with tempfile.TemporaryDirectory() as scratch:
-        to = Path(options.to)
-        changes = drift(package, options.set, to if to.is_dir() else fetch(options.to, Path(scratch)))
+def _drift(package: SpecPackage, options: Namespace, root: Path | None) -> int:
+    changes = drift(package, options.set, root)
     report = as_json if options.json else as_markdown if options.markdown else as_text
     sys.stdout.write(report(changes))
     return changes.exit_code
@@ -104,11 +117,11 @@ def _parser() -> argparse.ArgumentParser:
     ):
         command = commands.add_parser(name, help=summary, description=summary)
         command.add_argument("specs", metavar="SPECS", nargs="?", default=_SPECS, help=f"package of specs ({_SPECS})")
-        if name != "drift":
-            command.add_argument("--source", metavar="PATH", type=Path, help="folder with another transformers package")
-            continue
         where = "a version, whose wheel is fetched, or a folder that holds a transformers package"
-        command.add_argument("--to", metavar="VERSION_OR_PATH", required=True, help=where)
+        if name != "drift":
+            command.add_argument("--source", metavar="VERSION_OR_PATH", help=f"{where} (the installed one)")
+            continue
+        command.add_argument("--to", dest="source", metavar="VERSION_OR_PATH", required=True, help=where)
         command.add_argument("--from", dest="set", metavar="vX_Y", help="the committed set (by default the newest)")
         form = command.add_mutually_exclusive_group()
         form.add_argument("--json", action="store_true", help="JSON with stable keys")

@@ -65,19 +65,19 @@ def causal_loss(prefix: str, *arguments: str, head: str = "ForCausalLM") -> Guar
     )
 
 
-def experts(prefix: str) -> tuple[Guard, ...]:
-    """Routed experts, and the loss that balances them."""
-    return (
-        ForwardGuard(
-            target=f"{prefix}Experts",
-            slot=Slot("moe_experts", "standard", activation="act_fn", check="opslot_models.adoption:experts_obstacle"),
-            attributes=("gate_up_proj", "down_proj"),
-        ),
-        CallGuard(
-            target=f"{prefix}ForCausalLM.forward",
-            slot=Slot("load_balancing_loss", "standard"),
-            call="load_balancing_loss_func",
-            # While generating, upstream gives it the mask of all tokens and the router's logits of one.
-            when="torch.is_grad_enabled()",
-        ),
+def experts(prefix: str) -> Guard:
+    return ForwardGuard(
+        target=f"{prefix}Experts",
+        slot=Slot("moe_experts", "standard", activation="act_fn", check="opslot_models.adoption:experts_obstacle"),
+        attributes=("gate_up_proj", "down_proj"),
+    )
+
+
+def load_balancing_loss(prefix: str) -> Guard:
+    return CallGuard(
+        target=f"{prefix}ForCausalLM.forward",
+        slot=Slot("load_balancing_loss", "standard"),
+        call="load_balancing_loss_func",
+        # While generating, upstream gives it the mask of all tokens and the router's logits of one.
+        when="torch.is_grad_enabled()",
     )

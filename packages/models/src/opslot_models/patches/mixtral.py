@@ -2,10 +2,16 @@
 
 from opslot_patchgen import ModelSpec
 
-from ._decoder import causal_loss, experts, rms_norm, rotary_pos_emb
+from ._decoder import causal_loss, experts, load_balancing_loss, rms_norm, rotary_pos_emb
 
 SPEC = ModelSpec(
     family="mixtral",
     source="transformers.models.mixtral.modeling_mixtral",
-    guards=(rms_norm("Mixtral"), rotary_pos_emb("Mixtral"), *experts("Mixtral"), causal_loss("Mixtral")),
+    guards=(
+        rms_norm("Mixtral"),
+        rotary_pos_emb("Mixtral"),
+        experts("Mixtral"),
+        load_balancing_loss("Mixtral"),
+        causal_loss("Mixtral"),
+    ),
 )

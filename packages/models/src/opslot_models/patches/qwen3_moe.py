@@ -2,10 +2,10 @@
 
 from opslot_patchgen import ModelSpec
 
-from ._decoder import dense_decoder, experts
+from ._decoder import dense_decoder, experts, load_balancing_loss
 
 SPEC = ModelSpec(
     family="qwen3_moe",
     source="transformers.models.qwen3_moe.modeling_qwen3_moe",
-    guards=(*dense_decoder("Qwen3Moe"), *experts("Qwen3Moe")),
+    guards=(*dense_decoder("Qwen3Moe"), experts("Qwen3Moe"), load_balancing_loss("Qwen3Moe")),
 )
