@@ -196,8 +196,7 @@ class _Comparison:
         changed = [name for name in both if self.before.fingerprint(name) != self.after.fingerprint(name)]
         gone = [name for name in self.before.names() if name not in self.after]
         new = [name for name in self.after.names() if name not in self.before]
-        imports = ["imports"] if self.before.imports != self.after.imports else []
-        parts = [("changed", imports + changed), ("gone", gone), ("new", new)]
+        parts = [("changed", changed), ("gone", gone), ("new", new)]
         outside = [(what, [name for name in names if name not in covered]) for what, names in parts]
         summary = "; ".join(f"{what}: {', '.join(names)}" for what, names in outside if names)
         if summary or all(KINDS[finding.kind] == 0 for finding in found):
