@@ -47,6 +47,10 @@ class Catalogue:
     def names(self) -> list[str]:
         return list(self._nodes)
 
+    def imports(self, name: str) -> bool:
+        """Whether the module has a name from elsewhere and defines none of that name."""
+        return all(isinstance(node, ast.Import | ast.ImportFrom) for node in self._nodes[name])
+
     def fingerprint(self, name: str) -> Fingerprint:
         nodes = self._nodes[name]
         last = nodes[-1]

@@ -110,7 +110,9 @@ class _Comparison:
         yield from found
 
     def _gone(self, target: str, name: str, locked: Fingerprint) -> Finding:
-        new = [other for other in self.after.names() if other not in self.before]
+        # What was imported and is defined here now is new, too.
+        new = [other for other in self.after.names() if other not in self.before or self.before.imports(other)]
+        new = [other for other in new if not self.after.imports(other)]
         equal = [other for other in self.after.names() if self.after.fingerprint(other).maths == locked.maths]
         # By themselves, classes are no more than their bases, which many share.
         equal = [] if name in self.before.classes else [other for other in equal if other in new] or equal
