@@ -198,7 +198,9 @@ def test_nothing_heavy_is_imported(run, folder, upstream):
 def test_a_set_that_lacks_a_new_family_is_found(run, folder, capsys):
     assert run("generate", version="5.17.0") == 0
     patches = folder.parents[1] / "patches"
-    (patches / "small.py").write_text(SPEC.replace("tiny", "small").replace("models.small.modeling_small", "models.tiny.modeling_tiny"))
+    (patches / "small.py").write_text(
+        SPEC.replace("tiny", "small").replace("models.small.modeling_small", "models.tiny.modeling_tiny")
+    )
     (patches / "tiny.py").unlink()
     assert run("generate") == 0
     assert run("check") == 1

@@ -175,7 +175,7 @@ KINDS = {
     ),
     "import": (
         [("from torch import nn", "from torch import nn, special")],
-        [("elsewhere", "", "changed: imports")],
+        [("elsewhere", "", "new: special")],
     ),
     "unreachable": (
         [("class TinyMLP", "@use_experts_implementation\nclass TinyMLP")],
@@ -244,7 +244,11 @@ KINDS = {
     ),
     "statement of the module": (
         [("def unrelated", "nn.patch()\n\n\ndef unrelated")],
-        [("elsewhere", "", "statements of the module changed")],
+        [
+            ("dependency", "TinyAttention.forward", "(statements) is used now"),
+            ("dependency", "TinyExperts.forward", "(statements) is used now"),
+            ("dependency", "TinyMLP.forward", "(statements) is used now"),
+        ],
     ),
 }
 

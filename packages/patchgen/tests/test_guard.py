@@ -411,3 +411,55 @@ def test_one_attribute_for_two_variants_is_refused(generate):
     other = EntryGuard(target="TinyNorm.extra", slot=Slot("rms_norm", "unweighted"), result="kernel(x)")
     with pytest.raises(SpecError, match="rms_norm_op is declared in two ways"):
         generate(text, NORM_GUARD, other)
+
+
+# Below or inside NORM: what runs in place of the guarded method.
+REPLACED = {
+    "the method": ("", "\nTinyNorm.forward = other\n", "replaces TinyNorm.forward"),
+    "the method by setattr": ("", "\nsetattr(TinyNorm, 'forward', other)\n", "replaces TinyNorm.forward"),
+    "the class": ("", "\nif other:\n    TinyNorm = other\n", "replaces TinyNorm"),
+    "the class among others": ("", "\nTinyNorm, more = other\n", "replaces TinyNorm"),
+    "the class by an import": ("", "\nfrom ...more import TinyNorm\n", "replaces TinyNorm"),
+    "the class by a name": ("", "\nfrom ...more import B as TinyNorm\n", "replaces TinyNorm"),
+    "wrapped in the class": ("", "    forward = other(forward)\n", "replaces forward"),
+    "of an instance": (
+        "        self.eps = eps",
+        "        self.eps = self.forward = eps",
+        "replaces self.forward",
+    ),
+    "in a subclass": (
+        "",
+        "\nclass A(TinyNorm):\n    pass\n\n\nclass B(A):\n    def forward(self, x):\n        return x\n",
+        "B.forward overrides TinyNorm.forward",
+    ),
+    "of a subclass": ("", "\nclass A(TinyNorm):\n    pass\n\n\nA.forward = other\n", "replaces A.forward"),
+}
+
+
+@pytest.mark.parametrize("case", REPLACED)
+@pytest.mark.parametrize(
+    "guard", [NORM_GUARD, ForwardGuard(target="TinyNorm", slot=NORM_GUARD.slot, attributes=())], ids=["in", "over"]
+)
+def test_a_method_that_something_replaces_is_refused(generate, case, guard):
+    line, code, message = REPLACED[case]
+    text = NORM.replace(line, code) if line else NORM + code
+    with pytest.raises(UnreachableGuard, match=rf"modeling_tiny\.py:\d+: .*{re.escape(message)}"):
+        generate(text, guard)
+
+
+def test_an_override_with_a_guard_of_its_own_is_no_obstacle(generate):
+    other = EntryGuard(target="A.forward", slot=NORM_GUARD.slot, result="kernel(x, self.weight, self.eps)")
+    heir = "\n\nclass A(TinyNorm):\n    def forward(self, x):\n        return x\n"
+    assert generate(NORM + heir, NORM_GUARD, other).count("# opslot: rms_norm/standard") == 2
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "class A(TinyNorm):\n    def forward(self, x):\n        return super().forward(x) + 1\n",
+        "other.TinyNorm = TinyNorm\n",
+        "class A:\n    forward = None\n\n    def __init__(self):\n        self.forward = 1\n",
+    ],
+)
+def test_what_replaces_nothing_is_no_obstacle(generate, code):
+    assert "# opslot: rms_norm/standard" in generate(f"{NORM}\n\n{code}", NORM_GUARD)

@@ -145,6 +145,7 @@ def test_targets(targets):
 def test_dependencies_are_what_is_called_read_and_inherited(targets):
     """`rename` sets nothing that is read, `other` is not read, and TinyMLP is a submodule with a target of its own."""
     assert sorted(targets["TinyNorm.forward"].depends) == [
+        "(statements)",
         "Base",
         "Base.__init__",
         "Base._norm",
@@ -154,6 +155,8 @@ def test_dependencies_are_what_is_called_read_and_inherited(targets):
         "SCALE",
         "TinyNorm",
         "helper",
+        "nn",
+        "other",
         "pick",
         "unused",
     ]
@@ -161,13 +164,42 @@ def test_dependencies_are_what_is_called_read_and_inherited(targets):
 
 def test_a_class_that_is_no_submodule_is_a_dependency_with_its_methods(targets):
     depends = sorted(targets["TinyMLP.forward"].depends)
-    assert depends == ["Cache", "Cache.get", "SCALE", "TinyMLP", "TinyMLP.__init__", "helper", "pick"]
+    classes = ["Cache", "Cache.get", "SCALE", "TinyMLP", "TinyMLP.__init__"]
+    assert depends == ["(statements)", *classes, "helper", "nn", "other", "pick"]
 
 
 def test_every_definition_of_a_name_counts(lock, targets):
     other = read_lock(lock(SOURCE.replace("        return x\n\n\ndef unused", "        return -x\n\n\ndef unused")))
     before, after = (of["TinyNorm.forward"].depends for of in (targets, other.families["tiny"].targets))
     assert {name for name in before if before[name] != after[name]} == {"pick"}
+
+
+# What changes how TinyNorm.forward runs, though neither it nor anything that it names is written in another way.
+ELSEWHERE = {
+    "an import from another module": ("from torch import nn", "from other import nn", "nn"),
+    "an import that shadows": ("class Cache:", "from ...utils import helper\n\n\nclass Cache:", "helper"),
+    "an import of all names": ("class Cache:", "from ...utils import *\n\n\nclass Cache:", "*"),
+    "a call": ("class TinyMLP", "replace(globals())\n\n\nclass TinyMLP", "(statements)"),
+    "a loop": ("class TinyMLP", "for each in (1,):\n    SCALE = each\n\n\nclass TinyMLP", "(statements)"),
+    "a call in the class": ("    eps = 1e-6", "    replace(locals())\n    eps = 1e-6", "Base.(statements)"),
+    "a condition": ("if SCALE:", "if SCALE > 3:", "(statements)"),
+    "a decorator's body": ("return function", "return print", "wrapped"),
+}
+
+
+@pytest.mark.parametrize("case", ELSEWHERE)
+def test_what_may_replace_a_dependency_is_one(case, lock):
+    old, new, name = ELSEWHERE[case]
+    source = SOURCE.replace("SCALE = 2", "def wrapped(*given, **more):\n    return function\n\n\nSCALE = 2")
+    assert source.count(old) == 1
+    texts = (source, source.replace(old, new))
+    before, after = (read_lock(lock(text)).families["tiny"].targets["TinyNorm.forward"].depends for text in texts)
+    assert {used for used in before.keys() | after.keys() if before.get(used) != after.get(used)} == {name}
+
+
+def test_other_names_of_an_import_are_no_dependency(lock, targets):
+    other = read_lock(lock(SOURCE.replace("from torch import nn", "from torch import fx, nn")))
+    assert other.families["tiny"].targets == targets
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"transformers": "5.24.0", "families": {"tiny": {}}}'])

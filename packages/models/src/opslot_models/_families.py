@@ -4,7 +4,7 @@ import importlib
 import inspect
 from dataclasses import dataclass
 from functools import cache
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 from opslot import OpslotError
@@ -60,17 +60,31 @@ def twins(model_type: str) -> dict[type, type]:
 
 
 def patches(upstream: ModuleType, ours: ModuleType) -> list[str]:
-    """The classes, functions and forwards of upstream's module that no longer come from upstream's file."""
+    """What upstream's module defines, or its classes do, or the module imports, that something has replaced since.
+
+    A class or function counts as replaced when its code is from another file than upstream's own.
+    """
     patched = []
-    for name, value in _own(ours).items():
+    own = _own(ours)
+    for name, value in vars(ours).items():
         theirs = getattr(upstream, name, None)
-        if getattr(theirs, "__module__", None) != upstream.__name__:
+        if name not in own:
+            imported = isinstance(value, type | FunctionType | ModuleType) and hasattr(upstream, name)
+            patched += [name] if imported and theirs is not value else []
+        elif getattr(theirs, "__module__", None) != upstream.__name__:
             patched.append(name)
         elif not isinstance(value, type):
             patched += [] if _file(theirs) == upstream.__file__ else [name]
-        elif "forward" in vars(value) and _file(vars(theirs).get("forward")) != upstream.__file__:
-            patched.append(f"{name}.forward")
+        else:
+            methods = ((method, vars(value).get(method), code) for method, code in vars(theirs).items())
+            patched += [f"{name}.{method}" for method, one, code in methods if not _is_twin(one, code, upstream, ours)]
     return patched
+
+
+def _is_twin(one: Any, theirs: Any, upstream: ModuleType, ours: ModuleType) -> bool:
+    """Whether a member of our class is what its counterpart is to upstream's; what is not code is not judged."""
+    file = _file(one)
+    return _file(theirs) == (upstream.__file__ if file == ours.__file__ else file)
 
 
 def _own(module: ModuleType) -> dict[str, Any]:
@@ -82,8 +96,9 @@ def _own(module: ModuleType) -> dict[str, Any]:
     }
 
 
-def _file(function: Any) -> str | None:
-    code = getattr(inspect.unwrap(function), "__code__", None) if function is not None else None
+def _file(member: Any) -> str | None:
+    """Where the code of a function, method or property is from; None for what is not code."""
+    code = getattr(inspect.unwrap(getattr(member, "fget", member)), "__code__", None)
     return code.co_filename if code is not None else None
 
 

@@ -9,6 +9,7 @@ from opslot_patchgen._errors import InverseError, SpecError
 from opslot_patchgen._guard import guard_edit
 from opslot_patchgen._inverse import restore
 from opslot_patchgen._module import module_edits
+from opslot_patchgen._replacement import require_not_replaced
 from opslot_patchgen._source import Source
 from opslot_patchgen._spec import ModelSpec
 from opslot_patchgen._tree import Tree
@@ -36,6 +37,7 @@ def build(spec: ModelSpec, source: Source, specs: str) -> Artifact:
     tree = Tree(source)
     # Guards first: when a class is gone, the error names the method that was looked for.
     guards = [guard_edit(tree, guard) for guard in spec.guards]
+    require_not_replaced(tree, spec)
     edits = in_order([*module_edits(tree, spec), *guards])
     if (overlap := first_overlap(edits)) is not None:
         raise SpecError(f"{source.path}:{overlap.start + 1}: two edits of {spec.family} meet here")

@@ -1,6 +1,7 @@
 """The definitions of one module by name, what their maths is, and which of them the maths of one depends on."""
 
 import ast
+import copy
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -9,6 +10,8 @@ from opslot_patchgen._errors import SourceError
 from opslot_patchgen._maths import Code, Token, maths_of
 from opslot_patchgen._source import Source
 
+# What stands for the statements of a module or a class that define nothing; no definition has such a name.
+_STATEMENTS = "(statements)"
 Function: TypeAlias = ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -22,10 +25,11 @@ class Fingerprint:
 
 
 class Catalogue:
-    """Functions ("f"), methods ("C.f"), class attributes ("C.a"), constants ("A") and classes ("C").
+    """Functions ("f"), methods ("C.f"), class attributes ("C.a"), constants ("A"), imported names and classes ("C").
 
     A class by itself is its bases and decorators. What `if` and `try` define at the level of a module counts, and so
-    does each of several definitions of one name.
+    does each of several definitions of one name. Statements that define nothing (a call of `setattr`, a loop, what an
+    `if` tests) can replace any definition beside them: together they are "(statements)", in a class "C.(statements)".
     """
 
     def __init__(self, source: Source) -> None:
@@ -42,6 +46,10 @@ class Catalogue:
 
     def names(self) -> list[str]:
         return list(self._nodes)
+
+    def imports(self, name: str) -> bool:
+        """Whether the module has a name from elsewhere and defines none of that name."""
+        return all(isinstance(node, ast.Import | ast.ImportFrom) for node in self._nodes[name])
 
     def fingerprint(self, name: str) -> Fingerprint:
         nodes = self._nodes[name]
@@ -62,27 +70,22 @@ class Catalogue:
     def maths(self) -> str:
         return maths_of(self.code.tokens)
 
-    @property
-    def imports(self) -> str:
-        """The maths of all import statements."""
-        nodes = (node for node in ast.walk(self.code.tree) if isinstance(node, ast.Import | ast.ImportFrom))
-        return maths_of(token for node in nodes for token in self._within(node))
-
     def holder(self, line: int) -> str:
         """The innermost definition that has a line, or none."""
         held = [
             (node.lineno, name)
             for name, nodes in self._nodes.items()
             for node in nodes
-            if _first_line(node) < line <= (node.end_lineno or 0)
+            if _first_line(node) < line <= (node.end_lineno or 0) and not name.endswith(_STATEMENTS)
         ]
         return max(held)[1] if held else ""
 
     def dependencies(self, name: str) -> list[str]:
         """What the maths of a method depends on in this module, transitively.
 
-        It is the functions, constants and own methods that are used, the methods that set what is read of `self`, and
-        the class with its bases. A submodule is a boundary: what `__init__` builds is not followed.
+        It is the functions, constants, imported names and own methods that are used, the methods that set what is read
+        of `self`, the functions of this module that decorate, and the class with its bases. A submodule is a boundary:
+        what `__init__` builds is not followed.
         """
         found = {name: name.rpartition(".")[0]}
         while True:
@@ -97,8 +100,8 @@ class Catalogue:
 
     def _collect(self, body: list[ast.stmt], prefix: str) -> None:
         for node in body:
-            for name in _defined(node):
-                self._nodes.setdefault(prefix + name, []).append(node)
+            for name, part in _defined(node):
+                self._nodes.setdefault(prefix + name, []).append(part)
             if isinstance(node, ast.ClassDef) and not prefix:
                 self.classes[node.name] = node
                 self._collect(node.body, f"{node.name}.")
@@ -115,6 +118,9 @@ class Catalogue:
         if isinstance(node, ast.ClassDef):
             expressions = [*node.bases, *(keyword.value for keyword in node.keywords)]
             return [token for part in expressions for token in self._within(part)]
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            # Of one name: what else the statement imports is no part of its maths.
+            return [Token(ast.unparse(node), self.code.start(node))]
         return self._within(node)
 
     def _within(self, node: ast.stmt | ast.expr) -> list[Token]:
@@ -153,14 +159,24 @@ class Catalogue:
         """What one definition uses, each with the class that `self` is in it."""
         for lineage in self._lineage(owner):
             yield lineage, owner
+            if (statements := f"{lineage}.{_STATEMENTS}") in self._nodes:
+                yield statements, owner
+        # Among them, an import of `*` may bring any name.
+        yield from ((name, "") for name in (_STATEMENTS, "*") if name in self._nodes)
         if owner and (init := self._attribute(owner, "__init__")):
             yield init, owner
         for node in self._nodes[name]:
+            for decorator in _decorators(node):
+                named = {part.id for part in ast.walk(decorator) if isinstance(part, ast.Name)}
+                yield from ((used, "") for used in sorted(named) if self._is_function(used))
             for part in _maths_nodes(node):
                 if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Load):
                     yield from self._global(part.id, name)
                 elif isinstance(part, ast.Attribute) and owner and (attribute := self._member(part, owner)):
                     yield attribute, owner
+
+    def _is_function(self, name: str) -> bool:
+        return any(isinstance(node, Function) for node in self._nodes.get(name, ()))
 
     def _global(self, used: str, user: str) -> Iterator[tuple[str, str]]:
         if used in self.classes:
@@ -199,12 +215,30 @@ class Catalogue:
                 yield name
 
 
-def _defined(node: ast.stmt) -> list[str]:
+def _defined(node: ast.stmt) -> Iterator[tuple[str, ast.stmt]]:
+    """The names that a statement defines, each with what defines it."""
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-        return [node.name]
-    targets = node.targets if isinstance(node, ast.Assign) else []
-    targets = [node.target] if isinstance(node, ast.AnnAssign | ast.AugAssign) else targets
-    return [part.id for target in targets for part in ast.walk(target) if isinstance(part, ast.Name)]
+        yield node.name, node
+    elif isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign):
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+        yield from ((part.id, node) for target in targets for part in ast.walk(target) if isinstance(part, ast.Name))
+    elif isinstance(node, ast.Import | ast.ImportFrom):
+        for alias in node.names:
+            one = copy.copy(node)
+            one.names = [alias]
+            yield alias.asname or alias.name.partition(".")[0], one
+    elif isinstance(node, ast.If):
+        yield _STATEMENTS, ast.copy_location(ast.Expr(node.test), node.test)
+    elif isinstance(node, ast.With):
+        for item in node.items:
+            yield _STATEMENTS, ast.copy_location(ast.Expr(item.context_expr), item.context_expr)
+    elif not (isinstance(node, ast.Try | ast.Pass) or _is_constant(node)):
+        yield _STATEMENTS, node
+
+
+def _is_constant(node: ast.stmt) -> bool:
+    """A docstring, or another statement that does nothing."""
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
 
 
 def _decorators(node: ast.stmt) -> list[ast.expr]:

@@ -110,7 +110,9 @@ class _Comparison:
         yield from found
 
     def _gone(self, target: str, name: str, locked: Fingerprint) -> Finding:
-        new = [other for other in self.after.names() if other not in self.before]
+        # What was imported and is defined here now is new, too.
+        new = [other for other in self.after.names() if other not in self.before or self.before.imports(other)]
+        new = [other for other in new if not self.after.imports(other)]
         equal = [other for other in self.after.names() if self.after.fingerprint(other).maths == locked.maths]
         # By themselves, classes are no more than their bases, which many share.
         equal = [] if name in self.before.classes else [other for other in equal if other in new] or equal
@@ -196,8 +198,7 @@ class _Comparison:
         changed = [name for name in both if self.before.fingerprint(name) != self.after.fingerprint(name)]
         gone = [name for name in self.before.names() if name not in self.after]
         new = [name for name in self.after.names() if name not in self.before]
-        imports = ["imports"] if self.before.imports != self.after.imports else []
-        parts = [("changed", imports + changed), ("gone", gone), ("new", new)]
+        parts = [("changed", changed), ("gone", gone), ("new", new)]
         outside = [(what, [name for name in names if name not in covered]) for what, names in parts]
         summary = "; ".join(f"{what}: {', '.join(names)}" for what, names in outside if names)
         if summary or all(KINDS[finding.kind] == 0 for finding in found):

@@ -26,7 +26,7 @@ class AmbiguousTarget(PatchgenError):
 
 
 class UnreachableGuard(PatchgenError):
-    """A decorator swaps the body that the guard would stand in, so the guard would never run."""
+    """A decorator, an assignment or a subclass puts another body in the place of the guarded one: it may never run."""
 
 
 class NameCollision(PatchgenError):

@@ -1,0 +1,63 @@
+"""What upstream puts in the place of a guarded method: a kernel would be bound there and never run."""
+
+from collections.abc import Iterator
+
+import libcst as cst
+
+from opslot_patchgen._errors import UnreachableGuard
+from opslot_patchgen._spec import ForwardGuard, ModelSpec
+from opslot_patchgen._tree import Definition, Tree
+
+
+def require_not_replaced(tree: Tree, spec: ModelSpec) -> None:
+    """Raises `UnreachableGuard` where something in the module replaces the method of a guard, or its class."""
+    targets = {f"{guard.target}.forward" if isinstance(guard, ForwardGuard) else guard.target for guard in spec.guards}
+    bindings = list(_bindings(tree))
+    for target in sorted(targets):
+        owner, _, name = target.rpartition(".")
+        heirs = _subclasses(tree, owner)
+        for definition in tree.definitions:
+            overrides = definition.name in {f"{heir}.{name}" for heir in heirs} - targets
+            if overrides and not tree.calls(definition.node, f"super().{name}"):
+                raise UnreachableGuard(
+                    f"{tree.at(definition.node)}: {definition.name} overrides {target} without a call of it, so the "
+                    "guard would never run there"
+                )
+        classes = {owner, *heirs}
+        replaced = {owner, *(f"{cls}.{name}" for cls in classes)}
+        for node, bound, place in bindings:
+            own = bound == name and place in classes
+            on_instance = bound in (f"self.{name}", f"cls.{name}") and place.partition(".")[0] in classes
+            if bound in replaced or own or on_instance:
+                raise UnreachableGuard(f"{tree.at(node)}: replaces {bound}, so a guard in {target} may never run")
+
+
+def _subclasses(tree: Tree, name: str) -> set[str]:
+    heirs = {cls.name for cls in tree.classes() if name in tree.bases(cls)}
+    return heirs.union(*(_subclasses(tree, heir) for heir in heirs - {name}))
+
+
+def _bindings(tree: Tree) -> Iterator[tuple[cst.CSTNode, str, str]]:
+    """Every place that binds something otherwise than by defining it: what it binds, and the definition around it."""
+    for node in tree.nodes(tree.module):
+        match node:
+            case cst.AssignTarget() | cst.AnnAssign() | cst.AugAssign() | cst.NamedExpr() | cst.For() | cst.Del():
+                bound: cst.CSTNode = node.target
+            case cst.AsName():
+                bound = node.name
+            case cst.ImportAlias() if node.asname is None:
+                bound = node.name
+            case cst.Call() if tree.code(node.func) == "setattr" and len(node.args) == 3:
+                attribute = tree.code(node.args[1].value).strip("\"'")
+                yield node, f"{tree.code(node.args[0].value)}.{attribute}", _around(tree, node)
+                continue
+            case _:
+                continue
+        parts = [part.value for part in bound.elements] if isinstance(bound, cst.Tuple | cst.List) else [bound]
+        yield from ((node, tree.code(part), _around(tree, node)) for part in parts)
+
+
+def _around(tree: Tree, node: cst.CSTNode) -> str:
+    """The name of the innermost definition that holds a node, or none."""
+    held: list[Definition] = [definition for definition in tree.definitions if tree.holds(definition.node, node)]
+    return held[-1].name if held else ""
