@@ -21,6 +21,7 @@ def f(x, y=1, *rest, **more):
 
 class C(B):
     names = ["a", "b"]
+    size: int = 1
 
     def forward(self, x):
         return self.f(x) + 1
@@ -37,7 +38,7 @@ COSMETIC = {
     "annotation of the rest": ("*rest, **more", '*rest: int, **more: "Unpack[X]"'),
     "result": ("**more):", "**more) -> tuple[int, dict[str, int]]:"),
     "variable": ("    z = x", "    z: int = x"),
-    "attribute": ("    names = ", "    names: list[str] = "),
+    "attribute": ("size: int", "size: float | None"),
     "signature over lines": ("f(x, y=1, *rest, **more)", "f(\n    x,\n    y=1,\n    *rest,\n    **more,\n)"),
     "call over lines": ("g(x, y)", "g(\n        x,\n        y,\n    )"),
     "last commas": ('{"k": z}, [x, y]', '{"k": z,}, [x, y,]'),
@@ -64,7 +65,8 @@ CHANGES = {
     "tuple": ("(z,)", "(z)"),
     "index": ("z[x,]", "z[x]"),
     "block": ("    return (z,)", "        return (z,)"),
-    "declaration": ("    names", "    size: int\n    names"),
+    "declaration": ("    names", "    more: int\n    names"),
+    "field of a dataclass": ("size: int = 1", "size = 1"),
 }
 
 

@@ -57,15 +57,19 @@ class Code:
         return line, len(self.lines[line - 1].encode("utf-8")[:offset].decode("utf-8"))
 
     def _without_annotations(self, tokens: list[Token]) -> list[Token]:
-        """Drop docstrings and annotations; a declaration without a value keeps its name."""
+        """Drop docstrings and annotations; a declaration without a value keeps its name.
+
+        In a class it keeps the colon too: whether it is declared decides whether it is a field of a dataclass.
+        """
         spans: list[tuple[Place, Place]] = []
-        declared: list[Place] = []
+        declared: list[tuple[Place, bool]] = []
+        fields = {id(node) for owner in ast.walk(self.tree) if isinstance(owner, ast.ClassDef) for node in owner.body}
         for node in ast.walk(self.tree):
             if isinstance(node, ast.arg) and node.annotation is not None:
                 line, column = self.start(node)
                 spans.append(((line, column + 1), self.end(node)))
             elif isinstance(node, ast.AnnAssign):
-                declared.append(self.end(node.target))
+                declared.append((self.end(node.target), id(node) in fields))
             elif isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and (
                 ast.get_docstring(node, clean=False) is not None
             ):
@@ -74,9 +78,9 @@ class Code:
         dropped: set[int] = set()
         for start, end in spans:
             dropped.update(range(bisect_left(starts, start), bisect_left(starts, end)))
-        for place in declared:
+        for place, is_field in declared:
             colon = next(i for i in range(bisect_left(starts, place), len(tokens)) if tokens[i].text == ":")
-            dropped.update(range(colon, _first_outside(tokens, colon + 1, {"=", ";", _NEWLINE})))
+            dropped.update(range(colon + is_field, _first_outside(tokens, colon + 1, {"=", ";", _NEWLINE})))
         for index, token in enumerate(tokens):
             if token.text == "->":
                 dropped.update(range(index, _first_outside(tokens, index + 1, {":"})))
