@@ -62,12 +62,13 @@ def family(spec: ModelSpec, sets: list[str]) -> list[str]:
         f"| op / variant | guard | line in {' | line in '.join(map(release, sets))} | kernels |",
         f"|---|---|{'---|' * len(sets)}---|",
     ]
+    unguarded = [f"- `{target}` has no guard for what it {reason}" for target, reason in spec.unguarded]
     places = [guard_lines(spec, name) for name in sets]
     for guard in sorted(spec.guards, key=lambda guard: (guard.slot.marker, guard.site)):
         links = [link(spec, name, lines_of[guard.site]) for name, lines_of in zip(sets, places, strict=True)]
         cells = [f"`{guard.slot.marker}`", f"`{site(guard)}`", *links, kernels(guard)]
         lines.append(f"| {' | '.join(cells)} |")
-    return lines
+    return [*lines, *(["", *unguarded] if unguarded else [])]
 
 
 def guard_lines(spec: ModelSpec, name: str) -> dict[str, int]:

@@ -16,7 +16,46 @@ COMMON = {
     "pad_token_id": 0,
 }
 # Every op of a family runs, and what only some of its models have: biases, sliding windows, a dense layer.
+LATENT = {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 12}
+# One dense layer, then one with six routed experts in two groups and a shared one.
+DEEPSEEK = {
+    **LATENT,
+    "num_hidden_layers": 2,
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 6,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "num_key_value_heads": 4,
+    "head_dim": 8,
+}
 FAMILIES: dict[str, dict[str, Any]] = {
+    "deepseek_v2": DEEPSEEK,
+    "deepseek_v3": DEEPSEEK,
+    "glm4_moe": {
+        "num_hidden_layers": 2,
+        "first_k_dense_replace": 1,
+        "moe_intermediate_size": 32,
+        "n_routed_experts": 6,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 2,
+        "n_group": 1,
+        "topk_group": 1,
+        "use_qk_norm": True,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+    },
+    "gpt_oss": {
+        "num_hidden_layers": 2,
+        "num_local_experts": 6,
+        "num_experts_per_tok": 2,
+        "sliding_window": 8,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        "output_router_logits": True,
+    },
+    "seed_oss": {"num_hidden_layers": 2, "residual_dropout": 0.0, "attention_dropout": 0.0, "mlp_bias": True},
     "gemma2": {
         "num_hidden_layers": 2,
         "sliding_window": 8,
@@ -109,10 +148,10 @@ def images() -> tuple[PreTrainedConfig, dict[str, torch.Tensor]]:
 def every_kernel() -> dict[str, Any]:
     """A kernel for every op that has one: `auto` leaves some to the model's own code on a CPU."""
     return {
-        "rms_norm": {"standard": "torch", "zero_centered": "eager"},
-        "rotary_pos_emb": {"full": "torch", "partial": "eager"},
+        "rms_norm": {"standard": "torch", "zero_centered": "eager", "fp32_weight": "eager"},
+        "rotary_pos_emb": {"full": "torch", "partial": "eager", "half_table": "eager", "interleaved": "eager"},
         "glu": {"swiglu": "torch", "geglu_tanh": "eager"},
-        "moe_experts": "torch",
+        "moe_experts": {"standard": "torch", "gpt_oss": "eager"},
         "load_balancing_loss": "torch",
         "cross_entropy_loss": "chunk_loss",
     }

@@ -170,7 +170,9 @@ def test_another_activation_is_refused(config, op):
 def test_peft(config, batch, adopt_first):
     from peft import LoraConfig, get_peft_model
 
-    lora = LoraConfig(target_modules=r".*self_attn\.(q_proj|v_proj|qkv_proj)", init_lora_weights=False)
+    lora = LoraConfig(
+        target_modules=r".*self_attn\.(q_proj|v_proj|qkv_proj|q_b_proj|kv_b_proj)", init_lora_weights=False
+    )
     models = []
     for ours in (False, True):
         torch.manual_seed(0)

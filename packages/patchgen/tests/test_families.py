@@ -18,8 +18,18 @@ MLP_FIRST = ["glu/swiglu", "rotary_pos_emb/full", "rms_norm/standard", "cross_en
 GEMMA = ["rms_norm/zero_centered", "glu/geglu_tanh", "rotary_pos_emb/full", "cross_entropy_loss/causal"]
 ROUTED = ["cross_entropy_loss/causal", "load_balancing_loss/standard"]
 GUARDS = {
+    "deepseek_v2": ["moe_experts/standard", "glu/swiglu", "rms_norm/standard", "cross_entropy_loss/causal"],
+    "deepseek_v3": [
+        *("rms_norm/standard", "glu/swiglu", "moe_experts/standard"),
+        *("rotary_pos_emb/interleaved", "cross_entropy_loss/causal"),
+    ],
     "gemma2": GEMMA,
     "gemma3": [GEMMA[1], GEMMA[0], *GEMMA[2:], "cross_entropy_loss/causal"],
+    "glm4_moe": [
+        *("rotary_pos_emb/partial", "glu/swiglu", "rms_norm/standard"),
+        *("moe_experts/standard", "cross_entropy_loss/causal"),
+    ],
+    "gpt_oss": ["rms_norm/fp32_weight", "moe_experts/gpt_oss", "rotary_pos_emb/half_table", *ROUTED],
     "llama": DENSE,
     "mistral": MLP_FIRST,
     "mixtral": ["moe_experts/standard", "rms_norm/standard", "rotary_pos_emb/full", *ROUTED],
@@ -27,6 +37,7 @@ GUARDS = {
     "phi3": ["glu/swiglu", "rotary_pos_emb/partial", "rms_norm/standard", "cross_entropy_loss/causal"],
     "qwen2": MLP_FIRST,
     "qwen3": DENSE,
+    "seed_oss": DENSE,
     "qwen3_moe": ["rotary_pos_emb/full", "glu/swiglu", "moe_experts/standard", "rms_norm/standard", *ROUTED],
 }
 
@@ -110,7 +121,8 @@ def test_the_patches_of_a_set_are_short(specs):
     for folder in specs.generated.glob("v*"):
         patches = [path.read_text(encoding="utf-8").split("\n")[2:] for path in folder.glob("*.patch")]
         assert len(patches) == len(GUARDS)
-        assert sum(line.startswith("+") for patch in patches for line in patch) <= 900, folder
+        added = sum(line.startswith("+") for patch in patches for line in patch)
+        assert added <= 90 * len(patches), folder
 
 
 def test_signatures_and_docstrings_are_untouched(artifact, source):

@@ -56,6 +56,13 @@ def experts_obstacle(experts: torch.nn.Module) -> str | None:
     return None
 
 
+def interleave_obstacle(attention: torch.nn.Module) -> str | None:
+    """Why no rotation of neighbours may be bound: the config chooses that of halves, which has no guard."""
+    config: Any = attention.config
+    chosen = config.rope_interleave
+    return None if chosen else f"its config has rope_interleave={chosen!r}, which rotates halves"
+
+
 @dataclass(frozen=True)
 class Swap:
     """A module whose class changes from upstream's to ours, by assignment, since its state stays."""

@@ -38,6 +38,8 @@ def build(spec: ModelSpec, source: Source, specs: str) -> Artifact:
     # Guards first: when a class is gone, the error names the method that was looked for.
     guards = [guard_edit(tree, guard) for guard in spec.guards]
     require_not_replaced(tree, spec)
+    for target, _ in spec.unguarded:
+        tree.method(target)  # which must be there, or the reason is of another release
     edits = in_order([*module_edits(tree, spec), *guards])
     if (overlap := first_overlap(edits)) is not None:
         raise SpecError(f"{source.path}:{overlap.start + 1}: two edits of {spec.family} meet here")

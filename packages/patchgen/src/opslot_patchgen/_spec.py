@@ -146,11 +146,16 @@ Guard: TypeAlias = EntryGuard | CallGuard | RegionGuard | ForwardGuard
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec:
-    """All guards of one family; `source` is the dotted name of the transformers module they go into."""
+    """All guards of one family; `source` is the dotted name of the transformers module they go into.
+
+    `unguarded` names what upstream computes that an op would cover if its maths were that of a contract: a method with
+    the reason.
+    """
 
     family: str
     source: str
     guards: tuple[Guard, ...]
+    unguarded: tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self) -> None:
         _require(_NAME, self.family, "family")
@@ -164,6 +169,10 @@ class ModelSpec:
                 raise SpecError(
                     f"{self.family}: {type(guard).__name__} among its guards: unpack what holds several with *"
                 )
+        for target, reason in self.unguarded:
+            _require(_METHOD, target, "target")
+            if not reason:
+                raise SpecError(f"{self.family}: {target} is unguarded for no reason")
         sites = [guard.site for guard in self.guards]
         twice = sorted({site for site in sites if sites.count(site) > 1})
         if twice:

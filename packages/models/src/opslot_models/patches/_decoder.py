@@ -8,10 +8,10 @@ def dense_decoder(prefix: str) -> tuple[Guard, ...]:
     return (rms_norm(prefix), swiglu(prefix), rotary_pos_emb(prefix), causal_loss(prefix))
 
 
-def rms_norm(prefix: str) -> Guard:
+def rms_norm(prefix: str, variant: str = "standard") -> Guard:
     return EntryGuard(
         target=f"{prefix}RMSNorm.forward",
-        slot=Slot("rms_norm", "standard"),
+        slot=Slot("rms_norm", variant),
         result="kernel(hidden_states, self.weight, self.variance_epsilon)",
     )
 
