@@ -163,8 +163,14 @@ def test_another_tree_gives_the_same_plan(specs):
 
 @pytest.mark.parametrize("name", ["RMSNorm", "self.lm_head", "variance_epsilon", "apply_rotary_pos_emb", "act_fn"])
 def test_a_rename_upstream_is_a_target_gone(name, tmp_path, specs, spec, source):
-    if name not in source.text:  # which some families call otherwise
-        name = {"variance_epsilon": "self.eps", "act_fn": "activation_fn"}[name]
+    others = {
+        "variance_epsilon": ["self.eps"],
+        "act_fn": ["activation_fn", "self.alpha"],
+        "apply_rotary_pos_emb": ["down_proj"],
+    }
+    name = next(
+        each for each in [name, *others.get(name, [])] if each in source.text
+    )  # some families have it otherwise
     root = tmp_path / "renamed"
     path = root / source.label
     path.parent.mkdir(parents=True)
