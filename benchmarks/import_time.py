@@ -2,8 +2,8 @@
 
     python benchmarks/import_time.py --json import_time.json
 
-In each of some fresh interpreters upstream's module is imported and then the generated one. What the second takes is all
-that it needs and upstream's has not loaded, its own classes included, so it is more than what a process pays that
+In each of some fresh interpreters upstream's module is imported and then the generated one. What the second takes is
+all that it needs and upstream's has not loaded, its own classes included, so it is more than what a process pays that
 imports only the generated one. Times are those of the processor: an import takes seconds, and the machine has others.
 """
 
