@@ -214,3 +214,6 @@ def test_a_version_without_a_set_is_told_so(run, folder, capsys):
     assert run("generate") == 0
     assert run("check", version="5.23.0") == 1
     assert "there is no set for transformers 5.23.0, only v5_24" in capsys.readouterr().out
+    # What generation would refuse there is said all the same.
+    assert run("check", SOURCE.replace("TinyMLP", "TinyFeedForward"), version="5.23.0") == 3
+    assert "TinyMLP.forward is gone" in capsys.readouterr().err

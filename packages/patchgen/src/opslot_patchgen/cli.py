@@ -73,7 +73,7 @@ def _check(planned: Plan, package: SpecPackage, root: Path | None) -> int:
             f"there is no set for transformers {version}, only {', '.join(names)}: see what differs with "
             f"`opslot-patchgen drift --to {version}`, or write one with `opslot-patchgen generate --source {version}`"
         )
-        return 1
+        return max(1, _refuse(planned.refusals)) if planned.refusals else 1
     changes = moved(package, root)
     findings = [*stale(planned, changes.files), *unfinished(package)]
     if changes.drift.families:
