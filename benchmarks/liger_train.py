@@ -51,6 +51,8 @@ CANDIDATES = {
     "nudged": "eager, one weight a rounding away",
 }
 DEFAULT = ["eager", "eager-again", "liger", "patched", "auto"]
+# The same run, repeated.
+EAGER = ("eager", "eager-again", "eager-third", "eager-fourth")
 PACKAGES = (
     *("torch", "triton", "transformers", "liger-kernel", "opslot", "opslot-models"),
     *("opslot-backend-torch", "opslot-backend-liger"),
@@ -277,9 +279,10 @@ def verdict(results: dict[str, Any]) -> dict[str, Any]:
             "difference_of_means": abs(statistics.fmean(differences)),
         }
 
-    repeats = [losses for name, losses in last.items() if name.split("-")[0] == "eager"]
+    repeats = [last[name] for name in EAGER if name in last]
     pairs = [apart(*pair) for pair in itertools.combinations(repeats, 2)]
-    limits = {key: max(LEAST_LIMIT, *(pair[key] for pair in pairs), 0.0) for key in apart(repeats[0], repeats[0])}
+    keys = ("mean_of_differences", "difference_of_means")
+    limits = {key: max([LEAST_LIMIT, *(pair[key] for pair in pairs)]) for key in keys}
     found = {}
     for name, losses in last.items():
         if name != "eager":

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from opslot import registry
-from opslot_patchgen import Guard, ModelSpec, load_specs
+from opslot_patchgen import Guard, ModelSpec, load_specs, set_names
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs/models.md"
@@ -28,18 +28,13 @@ heads other than those for language modelling stay where transformers has them, 
 """
 
 
-def versions() -> list[str]:
-    """The names of the generated sets, the newest last."""
-    found = [path.name for path in GENERATED.glob("v*_*") if path.is_dir()]
-    return sorted(found, key=lambda name: tuple(map(int, name[1:].split("_"))))
-
-
 def release(name: str) -> str:
     return name[1:].replace("_", ".")
 
 
 def page() -> str:
-    sets, specs = versions(), load_specs("opslot_models.patches").specs
+    package = load_specs("opslot_models.patches")
+    sets, specs = set_names(package), package.specs
     released = ", ".join(map(release, sets))
     lines = [HEAD, f"Generated for transformers {released}.", "", *overview(specs)]
     for spec in specs:

@@ -32,6 +32,7 @@ from opslot_patchgen._report import as_text as as_text
 from opslot_patchgen._sets import GeneratedSet as GeneratedSet
 from opslot_patchgen._sets import drift as drift
 from opslot_patchgen._sets import generated_set as generated_set
+from opslot_patchgen._sets import set_names as set_names
 from opslot_patchgen._source import Source as Source
 from opslot_patchgen._source import read_source as read_source
 from opslot_patchgen._spec import CallGuard as CallGuard
