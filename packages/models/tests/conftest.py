@@ -3,7 +3,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, Gemma3Config, PreTrainedConfig
+from transformers import AutoConfig, PreTrainedConfig
 
 COMMON = {
     "vocab_size": 96,
@@ -31,7 +31,65 @@ DEEPSEEK = {
     "num_key_value_heads": 4,
     "head_dim": 8,
 }
+ROUTED = {
+    "num_hidden_layers": 2,
+    "moe_intermediate_size": 32,
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "output_router_logits": True,
+}
+# One layer with the delta rule, two value heads to a key head, then one with attention.
+HYBRID = {
+    "num_hidden_layers": 2,
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "linear_conv_kernel_dim": 4,
+}
+PARTIAL = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+# Angles of time, height and width, by turns.
+MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2], "mrope_interleaved": True}
+PARTIAL_MROPE = {**PARTIAL, "mrope_section": [2, 1, 1], "mrope_interleaved": True}
 FAMILIES: dict[str, dict[str, Any]] = {
+    "deepseek_v4": {
+        "num_hidden_layers": 3,
+        "layer_types": ["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"],
+        "mlp_layer_types": ["hash_moe", "moe", "moe"],
+        "compress_rates": {"compressed_sparse_attention": 2, "heavily_compressed_attention": 4},
+        "sliding_window": 6,
+        "num_key_value_heads": 1,
+        "q_lora_rank": 24,
+        "o_groups": 2,
+        "o_lora_rank": 8,
+        "partial_rotary_factor": 0.5,
+        "index_n_heads": 2,
+        "index_head_dim": 16,
+        "index_topk": 2,
+        "hc_mult": 3,
+        "hc_sinkhorn_iters": 4,
+        "n_routed_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "swiglu_limit": 0.05,
+        "output_router_logits": True,
+    },
+    "glm_moe_dsa": {
+        **DEEPSEEK,
+        "num_hidden_layers": 3,
+        "n_group": 1,
+        "index_n_heads": 2,
+        "index_head_dim": 16,
+        "index_topk": 4,
+        "indexer_types": ["full", "full", "shared"],
+    },
+    "qwen3_next": {**HYBRID, **ROUTED, "shared_expert_intermediate_size": 32, "rope_parameters": PARTIAL},
+    "qwen3_5": {**HYBRID, "rope_parameters": PARTIAL_MROPE},
+    "qwen3_5_moe": {**HYBRID, **ROUTED, "shared_expert_intermediate_size": 32, "rope_parameters": PARTIAL_MROPE},
+    "qwen3_vl": {"num_hidden_layers": 2, "rope_parameters": MROPE},
+    "qwen3_vl_moe": {**ROUTED, "num_hidden_layers": 3, "mlp_only_layers": [1], "rope_parameters": MROPE},
+    "qwen3_omni_moe": {**ROUTED, "num_hidden_layers": 3, "mlp_only_layers": [1], "rope_parameters": MROPE},
     "deepseek_v2": DEEPSEEK,
     "deepseek_v3": DEEPSEEK,
     "glm4_moe": {
@@ -114,6 +172,54 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
+# Model types of the text alone. The families below have no language model without images.
+TEXT = {"gemma3": "gemma3_text", "qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}
+COMPOSED = {"qwen3_omni_moe": "qwen3_omni_moe_thinker", "qwen3_vl": "qwen3_vl", "qwen3_vl_moe": "qwen3_vl_moe"}
+VISION = {
+    "depth": 2,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_heads": 2,
+    "patch_size": 4,
+    "out_hidden_size": 64,
+    "num_position_embeddings": 16,
+}
+AUDIO = {
+    "num_mel_bins": 16,
+    "encoder_layers": 1,
+    "encoder_attention_heads": 2,
+    "encoder_ffn_dim": 48,
+    "d_model": 32,
+    "n_window": 4,
+    "n_window_infer": 8,
+    "output_dim": 64,
+    "downsample_hidden_size": 8,
+    "max_source_positions": 32,
+}
+IMAGE, VIDEO, AUDIO_TOKEN, START, END = 90, 91, 92, 93, 94
+
+
+def composed(family: str, **changes: Any) -> PreTrainedConfig:
+    """The config of a whole model of text, images and more; `changes` are the text's, where it has such a key."""
+    top = {key: changes.pop(key) for key in ("dtype", "tie_word_embeddings", "num_labels") if key in changes}
+    top |= {key: changes.pop(key) for key in ("experts_implementation", "attn_implementation") if key in changes}
+    parts: dict[str, Any] = {"text_config": {**COMMON, **FAMILIES[family], **changes}}
+    if family == "gemma3":
+        vision = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+        parts["vision_config"] = {**vision, "image_size": 16, "patch_size": 4, "vision_use_head": False}
+        ids = {"image_token_index": IMAGE, "boi_token_index": START, "eoi_token_index": END, "mm_tokens_per_image": 4}
+        return AutoConfig.for_model("gemma3", **parts, **ids, **top)
+    deepstack = {} if family.startswith("qwen3_5") else {"deepstack_visual_indexes": [0]}
+    parts["vision_config"] = {**VISION, **deepstack}
+    ids = {"image_token_id": IMAGE, "video_token_id": VIDEO}
+    if family == "qwen3_omni_moe":
+        parts["audio_config"] = AUDIO
+        ids |= {"audio_token_id": AUDIO_TOKEN, "audio_start_token_id": END, "vision_start_token_id": START}
+    else:
+        ids |= {"vision_start_token_id": START, "vision_end_token_id": END}
+    return AutoConfig.for_model(COMPOSED.get(family, family), **parts, **ids, **top)
+
+
 @pytest.fixture
 def family() -> str:
     """A test that holds for every family parametrises this; the others use the family that has every op."""
@@ -123,35 +229,59 @@ def family() -> str:
 @pytest.fixture
 def config(family: str) -> Callable[..., PreTrainedConfig]:
     def make(**changes: object) -> PreTrainedConfig:
-        model_type = {"gemma3": "gemma3_text"}.get(family, family)  # alone, without images
-        return AutoConfig.for_model(model_type, **{**COMMON, **FAMILIES[family], **changes})
+        if family in COMPOSED:
+            return composed(family, **changes)
+        return AutoConfig.for_model(TEXT.get(family, family), **{**COMMON, **FAMILIES[family], **changes})
 
     return make
 
 
 @pytest.fixture
+def media(family: str) -> tuple[PreTrainedConfig, dict[str, torch.Tensor]]:
+    """A model of text, images and more, and a batch with some of each; every image or video is four tokens."""
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(1, IMAGE, (2, 17), generator=generator)
+    batch = {"input_ids": tokens}
+    if family == "gemma3":
+        tokens[0, 3:7] = IMAGE
+        pixels = torch.randn(1, 3, 16, 16, generator=generator)
+        return composed(family, num_labels=2), batch | {
+            "pixel_values": pixels,
+            "token_type_ids": (tokens == IMAGE).long(),
+        }
+    kinds = torch.zeros_like(tokens)
+    for row, kind, token in ((0, 1, IMAGE), (1, 2, VIDEO)):
+        tokens[row, 2], tokens[row, 7] = START, END
+        tokens[row, 3:7], kinds[row, 3:7] = token, kind
+    grid = torch.tensor([[1, 4, 4]])
+    for name in ("pixel_values", "pixel_values_videos"):
+        batch[name] = torch.randn(16, 3 * 2 * 4 * 4, generator=generator)
+    batch |= {"image_grid_thw": grid, "video_grid_thw": grid}
+    if family != "qwen3_omni_moe":
+        return composed(family, num_labels=2), batch | {"mm_token_type_ids": kinds}
+    return composed(family), batch
+
+
+@pytest.fixture
 def images() -> tuple[PreTrainedConfig, dict[str, torch.Tensor]]:
     """A model of text and images, and a batch with one image of four tokens."""
-    text = {**COMMON, **FAMILIES["gemma3"]}
-    vision = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
-    vision |= {"image_size": 16, "patch_size": 4, "vision_use_head": False}
-    ids = {"image_token_index": 90, "boi_token_index": 91, "eoi_token_index": 92}
-    config = Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4, num_labels=2, **ids)
     generator = torch.Generator().manual_seed(1)
-    tokens = torch.randint(1, 90, (2, 17), generator=generator)
-    tokens[0, 3:7] = 90
+    tokens = torch.randint(1, IMAGE, (2, 17), generator=generator)
+    tokens[0, 3:7] = IMAGE
     pixels = torch.randn(1, 3, 16, 16, generator=generator)
-    return config, {"input_ids": tokens, "pixel_values": pixels, "token_type_ids": (tokens == 90).long()}
+    types = (tokens == IMAGE).long()
+    config = composed("gemma3", num_labels=2)
+    return config, {"input_ids": tokens, "pixel_values": pixels, "token_type_ids": types}
 
 
 @pytest.fixture
 def every_kernel() -> dict[str, Any]:
     """A kernel for every op that has one: `auto` leaves some to the model's own code on a CPU."""
     return {
-        "rms_norm": {"standard": "torch", "zero_centered": "eager", "fp32_weight": "eager"},
+        "rms_norm": {"standard": "torch", "zero_centered": "eager", "fp32_weight": "eager", "unweighted": "eager"},
         "rotary_pos_emb": {"full": "torch", "partial": "eager", "half_table": "eager", "interleaved": "eager"},
-        "glu": {"swiglu": "torch", "geglu_tanh": "eager"},
-        "moe_experts": {"standard": "torch", "gpt_oss": "eager"},
+        "glu": {"swiglu": "torch", "geglu_tanh": "eager", "swiglu_clamped": "eager"},
+        "moe_experts": {"standard": "torch", "gpt_oss": "eager", "clamped": "eager"},
         "load_balancing_loss": "torch",
         "cross_entropy_loss": "chunk_loss",
     }

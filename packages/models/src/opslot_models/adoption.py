@@ -1,7 +1,7 @@
 """What the generated modules themselves need; users want `opslot_models.adopt`."""
 
 import sys
-from collections.abc import Set
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,6 +44,48 @@ def loss_obstacle(model: PreTrainedModel) -> str | None:
     """Why no fused loss may be bound: the loss is the user's own, or the head does more than its weight says."""
     head = OpSlot.weight_obstacle(model.get_output_embeddings())
     return own_loss(model) or (f"its head {head}" if head else None)
+
+
+def codec_head_loss_obstacle(talker: Any) -> str | None:
+    """As `loss_obstacle`, for a model whose head transformers does not know as its output embeddings."""
+    head = OpSlot.weight_obstacle(talker.codec_head)
+    return own_loss(talker) or (f"its codec_head {head}" if head else None)
+
+
+def latent_obstacle(attention: Any) -> str | None:
+    """Why no kernel may attend to the latents of this attention, or None: it reads a projection as a tensor."""
+    chosen = attention.config._attn_implementation
+    if chosen not in ("eager", "sdpa"):
+        return f"its config has attn_implementation={chosen!r}, which attends to chosen keys by itself"
+    projection = OpSlot.weight_obstacle(attention.kv_b_proj)
+    return f"its kv_b_proj {projection}" if projection else None
+
+
+def runs_sparse(attention: Any, mask: Any, kwargs: Mapping[str, Any]) -> bool:
+    """Whether a kernel may run this call: it needs the mask, drops out nothing and returns no attention weights."""
+    if attention.training and attention.attention_dropout:
+        return False
+    weights = kwargs.get("output_attentions", attention.config.output_attentions)
+    return isinstance(mask, torch.Tensor) and not weights
+
+
+def keys_in_mask(attention: Any, mask: torch.Tensor) -> torch.Tensor:
+    """The columns that an additive mask [B, 1, S, T] lets a query see, as [B, S, K] indices that end in -1.
+
+    K is what DeepSeek-V4 can let a query see at most, known without a look at the mask: its window, and with a
+    compressor the entries that its indexer chooses, or all of them.
+    """
+    total, seen = mask.shape[-1], attention.sliding_window
+    if attention.compressor is not None:
+        indexer = getattr(attention.compressor, "indexer", None)
+        seen += total if indexer is None else indexer.index_topk
+    width = min(total, seen)
+    allowed = (mask == 0).squeeze(1)
+    # The n-th column that is allowed goes to place n, every other one to a last place that is cut off.
+    places = torch.where(allowed, allowed.cumsum(-1) - 1, width)
+    keys = torch.full((*allowed.shape[:-1], width + 1), -1, dtype=torch.long, device=mask.device)
+    columns = torch.arange(total, device=mask.device).expand_as(places)
+    return keys.scatter_(-1, places, columns)[..., :width]
 
 
 def experts_obstacle(experts: torch.nn.Module) -> str | None:

@@ -34,7 +34,7 @@ class Artifact:
 
 def build(spec: ModelSpec, source: Source, specs: str) -> Artifact:
     """Generate from a spec of the package `specs`, and prove that the result can be undone."""
-    tree = Tree(source)
+    tree, spec = Tree(source), spec.at(source.version)
     # Guards first: when a class is gone, the error names the method that was looked for.
     guards = [guard_edit(tree, guard) for guard in spec.guards]
     require_not_replaced(tree, spec)

@@ -2,7 +2,7 @@
 
 import ast
 import builtins
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Sequence, Set
 from typing import assert_never
 
 import libcst as cst
@@ -42,37 +42,77 @@ def _forward_edit(tree: Tree, guard: ForwardGuard) -> Edit:
 
 def _entry_edit(tree: Tree, guard: EntryGuard) -> Edit:
     method = _reachable_method(tree, guard.target)
-    at, indent = tree.body(method)
+    at, indent = tree.body(method) if guard.before is None else _in_front(tree, _only_call(tree, method, guard.before))
     _require_known(tree, method, guard.slot, at, guard.result)
     head = _read_slot(guard.slot, indent)
     return insertion(at, *head, f"{indent}    return {guard.result}  # opslot")
 
 
+def _in_front(tree: Tree, call: cst.Call) -> tuple[int, str]:
+    """Where the statement that holds a call begins, and its indentation."""
+    lines = [line for line in tree.walk(tree.module, cst.SimpleStatementLine) if tree.holds(line, call)]
+    if not lines:
+        raise SourceError(f"{tree.at(call)}: {tree.code(call.func)} is called in the header of a block, not in a line")
+    statement = lines[-1]
+    return tree.first_line(statement), " " * tree.position(statement).start.column
+
+
 def _call_edit(tree: Tree, guard: CallGuard) -> Edit:
     method = _reachable_method(tree, guard.target)
     call = _only_call(tree, method, guard.call)
-    statement = next((line for line in tree.walk(method.node, cst.SimpleStatementLine) if _assigns(line, call)), None)
-    if statement is None:
+    statement = next((line for line in tree.walk(method.node, cst.SimpleStatementLine) if tree.holds(line, call)), None)
+    assigned = _assigned(statement)
+    if statement is None or assigned is None or not (guard.result or assigned.value is call):
         raise SourceError(f"{tree.at(call)}: the call of {guard.call} is not the value of an assignment of its own")
     edit, kept, indent = _reindented(tree, [statement])
-    _require_known(tree, method, guard.slot, edit.start, *([guard.when] if guard.when else []))
-    callee = tree.position(call.func)
-    row, column, end = callee.start.line - 1 - edit.start, callee.start.column + 4, callee.end.column + 4
-    taken = [*kept]
-    taken[row] = f"{kept[row][:column]}kernel{kept[row][end:]}"
+    expressions = [each for each in (guard.when, guard.result) if each is not None]
+    imported = {reference.partition(":")[2] for reference in guard.uses}
+    _require_known(tree, method, guard.slot, edit.start, *expressions, imported=imported)
+    if guard.result is not None:
+        targets = "".join(f"{tree.code(target).strip()} " for target in assigned.targets)
+        taken = [f"{indent}    {targets}{guard.result}"]
+    else:
+        taken = _kernel_call(tree, method, guard, edit, kept)
+    head = _read_slot(guard.slot, indent, guard.when)
+    return _either(edit, head, [f"{line}  # opslot" for line in taken if line.strip()], indent, kept)
+
+
+def _assigned(statement: cst.SimpleStatementLine | None) -> cst.Assign | None:
+    alone = statement.body[0] if statement is not None and len(statement.body) == 1 else None
+    return alone if isinstance(alone, cst.Assign) else None
+
+
+def _kernel_call(tree: Tree, method: Method, guard: CallGuard, edit: Edit, kept: Sequence[str]) -> list[str]:
+    """Upstream's lines, with the kernel for the callee and, where it says so, what is forwarded for the mapping."""
+    call = _only_call(tree, method, guard.call)
+    taken = list(kept)
+    replacements: list[tuple[cst.CSTNode, str]] = [(call.func, "kernel")]
+    if guard.forwarded is not None:
+        mapping = _mapping(tree, method, call)
+        keywords = (_read(tree, mapping, name, key) for name, key in guard.forwarded)
+        replacements.append((mapping, ", ".join(keywords)))
+    for node, text in reversed(replacements):
+        place = tree.position(node)
+        row, start, end = place.start.line - 1 - edit.start, place.start.column + 4, place.end.column + 4
+        rest = taken[row][end:]
+        if not text and (taken[row][:start].strip() or rest.strip() not in ("", ",")):
+            raise SourceError(f"{tree.at(node)}: a mapping that no kernel gets does not stand on a line of its own")
+        taken[row] = f"{taken[row][:start]}{text}{rest}" if text else ""
     if any(line.endswith("\\") for line in taken):
         raise SourceError(f"{tree.at(call)}: a line continued with a backslash cannot carry a marker")
-    head = _read_slot(guard.slot, indent, guard.when)
-    return _either(edit, head, [f"{line}  # opslot" for line in taken if line], indent, kept)
+    return taken
 
 
 def _region_edit(tree: Tree, guard: RegionGuard) -> Edit:
     method = _reachable_method(tree, guard.target)
     statements = _stretch(tree, method, guard)
-    _require_same_results(tree, guard, statements)
+    _require_same_results(tree, method, guard, statements)
     edit, kept, indent = _reindented(tree, statements)
     imported = {reference.partition(":")[2] for reference in guard.uses}
-    arguments = (_operand(tree, method, guard.first), *guard.arguments, *_forwarded(tree, method, guard))
+    operand = [_operand(tree, method, guard.first)] if guard.operand else []
+    mapping = _mapping(tree, method, _only_call(tree, method, guard.last)) if guard.forwarded else None
+    forwarded = (_read(tree, mapping, name, name, default) for name, default in guard.forwarded if mapping)
+    arguments = (*operand, *guard.arguments, *forwarded)
     call = f"kernel({', '.join(arguments)})"
     _require_known(tree, method, guard.slot, edit.start, guard.when, call, imported=imported)
     taken = [f"{name} = None" for name in guard.cleared]
@@ -111,10 +151,6 @@ def _reindented(tree: Tree, statements: Sequence[cst.BaseStatement]) -> tuple[Ed
     return Edit(start, stop, ()), kept, indent
 
 
-def _assigns(line: cst.SimpleStatementLine, call: cst.Call) -> bool:
-    return len(line.body) == 1 and isinstance(line.body[0], cst.Assign) and line.body[0].value is call
-
-
 def _stretch(tree: Tree, method: Method, guard: RegionGuard) -> Sequence[cst.BaseStatement]:
     first, last = _only_call(tree, method, guard.first), _only_call(tree, method, guard.last)
     # Blocks are listed outermost first, so the last one that holds both calls is the innermost.
@@ -138,21 +174,25 @@ def _operand(tree: Tree, method: Method, callee: str) -> str:
     return operand
 
 
-def _forwarded(tree: Tree, method: Method, guard: RegionGuard) -> Iterator[str]:
-    """Keywords of the kernel, read from the mapping that upstream gives to `last`."""
-    if not guard.forwarded:
-        return
-    call = _only_call(tree, method, guard.last)
-    mappings = [tree.code(argument.value) for argument in call.args if argument.star == "**"]
+def _mapping(tree: Tree, method: Method, call: cst.Call) -> cst.Arg:
+    """The `**mapping` that upstream gives to a call."""
+    mappings = [argument for argument in call.args if argument.star == "**"]
     if len(mappings) != 1:
-        raise TargetGone(f"{tree.at(call)}: {guard.last} gets no `**mapping`, or several: {method.name} forwarded one")
-    for name, default in guard.forwarded:
-        rest = "" if default is None else f", {default}"
-        yield f'{name}={mappings[0]}.get("{name}"{rest})'
+        callee = tree.code(call.func)
+        raise TargetGone(f"{tree.at(call)}: {callee} gets no `**mapping`, or several: {method.name} forwarded one")
+    return mappings[0]
 
 
-def _require_same_results(tree: Tree, guard: RegionGuard, statements: Sequence[cst.BaseStatement]) -> None:
-    """The kernel's branch must set exactly what the region sets, or the code below would read something stale."""
+def _read(tree: Tree, mapping: cst.Arg, name: str, key: str, default: int | None = None) -> str:
+    """A keyword of the kernel that is read from a mapping."""
+    rest = "" if default is None else f", {default}"
+    return f'{name}={tree.code(mapping.value)}.get("{key}"{rest})'
+
+
+def _require_same_results(
+    tree: Tree, method: Method, guard: RegionGuard, statements: Sequence[cst.BaseStatement]
+) -> None:
+    """The kernel's branch must set what the region sets, or the code below would read something stale."""
     assigned: set[str] = set()
     for statement in statements:
         if left := next(tree.walk(statement, cst.Return), None):
@@ -161,8 +201,13 @@ def _require_same_results(tree: Tree, guard: RegionGuard, statements: Sequence[c
             if isinstance(node, cst.AssignTarget | cst.AnnAssign | cst.AugAssign | cst.NamedExpr | cst.For):
                 elements = node.target.elements if isinstance(node.target, cst.Tuple) else ()
                 assigned |= {tree.code(part.value) for part in elements} or {tree.code(node.target)}
+    loops = (*tree.walk(method.node, cst.For), *tree.walk(method.node, cst.While))
+    looped = any(tree.holds(loop, statements[0]) for loop in loops)
+    end = tree.position(statements[-1]).end.line
+    later = {name.value for name in tree.walk(method.node, cst.Name) if looped or tree.position(name).start.line > end}
     expected = {guard.result, *guard.cleared}
-    if assigned != expected:
+    needed = {name for name in assigned if name in later or not name.isidentifier()}
+    if not needed <= expected <= assigned:
         raise SourceError(
             f"{tree.at(statements[0])}: the region from {guard.first} to {guard.last} assigns "
             f"{', '.join(sorted(assigned))}; the guard sets {', '.join(sorted(expected))}"

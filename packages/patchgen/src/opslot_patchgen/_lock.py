@@ -67,7 +67,7 @@ def lock_family(spec: ModelSpec, source: Source) -> Family:
     """The lock of one family whose targets are all there."""
     catalogue = Catalogue(source)
     guards: dict[str, list[tuple[str, str]]] = {}
-    for guard in spec.guards:
+    for guard in spec.at(source.version).guards:
         name = f"{guard.target}.forward" if isinstance(guard, ForwardGuard) else guard.target
         guards.setdefault(name, []).append((type(guard).__name__, guard.slot.marker))
     return Family(

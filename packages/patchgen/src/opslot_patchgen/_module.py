@@ -5,7 +5,7 @@ import libcst as cst
 from opslot_patchgen._edit import Edit, insertion
 from opslot_patchgen._errors import NameCollision, SourceError, SpecError, TargetGone, UpstreamEscape
 from opslot_patchgen._escape import is_escape
-from opslot_patchgen._spec import ForwardGuard, ModelSpec, RegionGuard, Slot
+from opslot_patchgen._spec import ForwardGuard, ModelSpec, Slot
 from opslot_patchgen._tree import Definition, Tree
 
 _ADOPT = "opslot_models.adoption:adopt_backbone"
@@ -78,8 +78,7 @@ def _our_imports(tree: Tree, spec: ModelSpec, *, adopts: bool) -> list[Edit]:
     needed = {"opslot": {"OpSlot"}}
     if any(isinstance(guard, ForwardGuard) for guard in spec.guards):
         needed["opslot"].add("guard_forward")
-    references = {guard.slot.check for guard in spec.guards if guard.slot.check}
-    references |= {name for guard in spec.guards if isinstance(guard, RegionGuard) for name in guard.uses}
+    references = {reference for guard in spec.guards for reference in guard.functions}
     for reference in references | {_NO_HUB_KERNELS} | ({_ADOPT} if adopts else set()):
         module, _, name = reference.partition(":")
         needed.setdefault(module, set()).add(name)

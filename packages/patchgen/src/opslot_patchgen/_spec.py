@@ -2,7 +2,7 @@
 
 import ast
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from opslot_patchgen._errors import SpecError
@@ -12,6 +12,7 @@ _DOTTED = re.compile(rf"{_NAME.pattern}(\.{_NAME.pattern})*")
 _METHOD = re.compile(rf"{_NAME.pattern}\.{_NAME.pattern}")
 _REFERENCE = re.compile(rf"{_DOTTED.pattern}:{_NAME.pattern}")
 _OP = re.compile(r"[a-z]\w*")
+_RELEASE = re.compile(r"\d+\.\d+")
 
 
 @dataclass(frozen=True)
@@ -51,8 +52,20 @@ class Slot:
 
 @dataclass(frozen=True, kw_only=True)
 class _Guard:
+    """`since` is the first release ("5.24") whose maths at the target is that of the slot; before it there is none."""
+
     target: str
     slot: Slot
+    since: str | None = None
+
+    @property
+    def functions(self) -> tuple[str, ...]:
+        """What the generated module imports for this guard, "module:name"."""
+        return (self.slot.check,) if self.slot.check else ()
+
+    def is_in(self, version: str) -> bool:
+        """Whether the guard stands in what is generated from that version of transformers."""
+        return self.since is None or _release(version) >= _release(self.since)
 
     @property
     def site(self) -> str:
@@ -62,30 +75,57 @@ class _Guard:
 
 @dataclass(frozen=True, kw_only=True)
 class EntryGuard(_Guard):
-    """At the top of a method: `return result` when a kernel is bound."""
+    """At the top of a method: `return result` when a kernel is bound.
+
+    With `before`, a callee, it stands in front of the statement that calls it, and what is above runs all the same.
+    """
 
     result: str
+    before: str | None = None
 
     def __post_init__(self) -> None:
         _require(_METHOD, self.target, "target")
+        _require_since(self.since)
         _require_expression(self.result)
+        if self.before is not None:
+            _require(_DOTTED, self.before, "call")
+
+    @property
+    def site(self) -> str:
+        return self.target if self.before is None else f"{self.target}: before {self.before}()"
 
 
 @dataclass(frozen=True, kw_only=True)
 class CallGuard(_Guard):
     """Around the one assignment in a method whose value is a call of `call`; targets and arguments are upstream's.
 
-    With `when`, an expression, a kernel runs only where it holds.
+    With `when`, an expression, a kernel runs only where it holds. With `forwarded`, the kernel gets a keyword for each
+    (keyword, key), read from the `**mapping` that upstream passes on, and no other part of it. With `result`, that is
+    the value, and the call may be any part of upstream's. `uses` are functions, "module:name", that `when` calls.
     """
 
     call: str
     when: str | None = None
+    forwarded: tuple[tuple[str, str], ...] | None = None
+    result: str | None = None
+    uses: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         _require(_METHOD, self.target, "target")
+        _require_since(self.since)
         _require(_DOTTED, self.call, "call")
-        if self.when is not None:
-            _require_expression(self.when)
+        _require_used(self, self.when or "")
+        for name in (name for pair in self.forwarded or () for name in pair):
+            _require(_NAME, name, "name")
+        for expression in (self.when, self.result):
+            if expression is not None:
+                _require_expression(expression)
+        if self.result is not None and self.forwarded is not None:
+            raise SpecError(f"{self.target}: what is forwarded to {self.call} is lost in {self.result!r}")
+
+    @property
+    def functions(self) -> tuple[str, ...]:
+        return (*super().functions, *self.uses)
 
     @property
     def site(self) -> str:
@@ -96,10 +136,10 @@ class CallGuard(_Guard):
 class RegionGuard(_Guard):
     """Around the statements of a method from the one that calls `first` to the one that calls `last`.
 
-    A kernel runs when `when` holds. It is called with what upstream gives to `first`, then `arguments`, then a keyword
-    for each of `forwarded`: (name, default), read from the `**mapping` that upstream gives to `last`. Its value goes to
-    `result`, and every name in `cleared` becomes None. Together these must be all that the region assigns. `uses` are
-    functions, "module:name", that `when` or the arguments call and that the generated module imports.
+    A kernel runs when `when` holds. It is called with what upstream gives to `first` (where `operand` is true), then
+    `arguments`, then a keyword for each of `forwarded`: (name, default), read from the `**mapping` that upstream gives
+    to `last`. Its value goes to `result`, and every name in `cleared` becomes None. Together these must be all that the
+    region assigns and the method reads later. `uses` are functions, "module:name", that `when` or the arguments call.
     """
 
     first: str
@@ -110,20 +150,22 @@ class RegionGuard(_Guard):
     forwarded: tuple[tuple[str, int | None], ...] = ()
     cleared: tuple[str, ...] = ()
     uses: tuple[str, ...] = ()
+    operand: bool = True
 
     def __post_init__(self) -> None:
         _require(_METHOD, self.target, "target")
-        for reference in self.uses:
-            _require(_REFERENCE, reference, "function")
-            name = reference.partition(":")[2]
-            if not re.search(rf"\b{name}\b", " ".join((self.when, *self.arguments))):
-                raise SpecError(f"{self.target}: uses {reference!r}, but neither `when` nor the arguments name {name}")
+        _require_since(self.since)
+        _require_used(self, " ".join((self.when, *self.arguments)))
         for callee in (self.first, self.last):
             _require(_DOTTED, callee, "call")
         for name in (self.result, *self.cleared, *(name for name, _ in self.forwarded)):
             _require(_NAME, name, "name")
         for expression in (self.when, f"kernel({', '.join(self.arguments)})"):
             _require_expression(expression)
+
+    @property
+    def functions(self) -> tuple[str, ...]:
+        return (*super().functions, *self.uses)
 
     @property
     def site(self) -> str:
@@ -137,6 +179,7 @@ class ForwardGuard(_Guard):
     attributes: tuple[str, ...]
 
     def __post_init__(self) -> None:
+        _require_since(self.since)
         for name in (self.target, *self.attributes):
             _require(_NAME, name, "name")
 
@@ -177,6 +220,28 @@ class ModelSpec:
         twice = sorted({site for site in sites if sites.count(site) > 1})
         if twice:
             raise SpecError(f"{self.family}: guarded twice: {', '.join(twice)}")
+
+    def at(self, version: str) -> "ModelSpec":
+        """The spec with the guards that stand in what is generated from that version of transformers."""
+        return replace(self, guards=tuple(guard for guard in self.guards if guard.is_in(version)))
+
+
+def _release(version: str) -> tuple[int, int]:
+    major, minor = version.split(".")[:2]
+    return int(major), int(minor)
+
+
+def _require_since(since: str | None) -> None:
+    if since is not None:
+        _require(_RELEASE, since, "release")
+
+
+def _require_used(guard: CallGuard | RegionGuard, expressions: str) -> None:
+    for reference in guard.uses:
+        _require(_REFERENCE, reference, "function")
+        name = reference.partition(":")[2]
+        if not re.search(rf"\b{name}\b", expressions):
+            raise SpecError(f"{guard.target}: uses {reference!r}, but no expression of the guard names {name}")
 
 
 def _require(pattern: re.Pattern[str], value: str, what: str) -> None:

@@ -8,11 +8,28 @@ def dense_decoder(prefix: str) -> tuple[Guard, ...]:
     return (rms_norm(prefix), swiglu(prefix), rotary_pos_emb(prefix), causal_loss(prefix))
 
 
-def rms_norm(prefix: str, variant: str = "standard") -> Guard:
+def rms_norm(prefix: str, variant: str = "standard", *, since: str | None = None) -> Guard:
     return EntryGuard(
         target=f"{prefix}RMSNorm.forward",
         slot=Slot("rms_norm", variant),
+        since=since,
         result="kernel(hidden_states, self.weight, self.variance_epsilon)",
+    )
+
+
+def unweighted_norm(prefix: str) -> Guard:
+    return EntryGuard(
+        target=f"{prefix}UnweightedRMSNorm.forward",
+        slot=Slot("rms_norm", "unweighted"),
+        result="kernel(x, self.eps)",
+    )
+
+
+def gated_norm(prefix: str) -> Guard:
+    return EntryGuard(
+        target=f"{prefix}RMSNormGated.forward",
+        slot=Slot("rms_norm_gated", "standard"),
+        result="kernel(hidden_states, gate, self.weight, self.variance_epsilon, self.activation)",
     )
 
 
@@ -24,9 +41,9 @@ def zero_centered_norm(prefix: str) -> Guard:
     )
 
 
-def swiglu(prefix: str) -> Guard:
+def swiglu(prefix: str, name: str = "MLP") -> Guard:
     return EntryGuard(
-        target=f"{prefix}MLP.forward",
+        target=f"{prefix}{name}.forward",
         slot=Slot("glu", "swiglu", activation="act_fn"),
         result="self.down_proj(kernel(self.gate_proj(x), self.up_proj(x)))",
     )
@@ -48,19 +65,65 @@ def rotary_pos_emb(prefix: str, variant: str = "full") -> Guard:
     )
 
 
-def causal_loss(prefix: str, *arguments: str, head: str = "ForCausalLM") -> Guard:
+def interleaved_rotary_pos_emb(owner: str, *, check: str | None = None) -> Guard:
+    return CallGuard(
+        target=f"{owner}.forward",
+        slot=Slot("rotary_pos_emb", "interleaved", check=check),
+        call="apply_rotary_pos_emb_interleave",
+    )
+
+
+def rotary_pos_emb_vision(prefix: str) -> Guard:
+    return CallGuard(
+        target=f"{prefix}VisionAttention.forward",
+        slot=Slot("rotary_pos_emb_vision", "full"),
+        call="apply_rotary_pos_emb_vision",
+    )
+
+
+def gated_delta_net(prefix: str) -> tuple[Guard, ...]:
+    """The calls, since a decorator of the functions runs fla or causal_conv1d in their place where it is installed.
+
+    A collator that packs sequences passes `cu_seq_lens_q`, which upstream gives to the delta rule alone.
+    """
+    target = f"{prefix}GatedDeltaNet.forward"
+    return (
+        gated_norm(prefix),
+        CallGuard(
+            target=target,
+            slot=Slot("causal_conv1d", "standard"),
+            call="causal_conv1d_fn",
+            forwarded=(("cu_seqlens", "cu_seq_lens_q"),),
+        ),
+        CallGuard(
+            target=target,
+            slot=Slot("chunk_gated_delta_rule", "standard"),
+            call="torch_chunk_gated_delta_rule",
+            forwarded=(),
+        ),
+    )
+
+
+# A kernel returns no attention weights and drops none of them, so it leaves those calls to upstream.
+SPARSE = "runs_sparse(self, attention_mask, kwargs)"
+RUNS_SPARSE = ("opslot_models.adoption:runs_sparse",)
+DECODE_STEP = "computes for one token with a state, at decoding: the contracts are of whole sequences"
+
+
+def causal_loss(prefix: str, *arguments: str, head: str = "ForCausalLM", linear: str = "lm_head") -> Guard:
     """`arguments` are what the family does to its logits before the loss, as keywords of the kernel."""
+    check = "loss_obstacle" if linear == "lm_head" else f"{linear}_loss_obstacle"
     return RegionGuard(
         target=f"{prefix}{head}.forward",
-        slot=Slot("cross_entropy_loss", "causal", check="opslot_models.adoption:loss_obstacle"),
-        first="self.lm_head",
+        slot=Slot("cross_entropy_loss", "causal", check=f"opslot_models.adoption:{check}"),
+        first=f"self.{linear}",
         last="self.loss_function",
         # A loss function that the user sets after bind is the user's choice, and runs.
         when="labels is not None and torch.is_grad_enabled() and own_loss(self) is None",
         uses=("opslot_models.adoption:own_loss",),
         cleared=("logits",),
         result="loss",
-        arguments=("self.cross_entropy_loss_op.weight(self.lm_head)", "labels", *arguments),
+        arguments=(f"self.cross_entropy_loss_op.weight(self.{linear})", "labels", *arguments),
         forwarded=(("num_items_in_batch", None), ("ignore_index", -100), ("shift_labels", None)),
     )
 
@@ -73,9 +136,9 @@ def experts(prefix: str) -> Guard:
     )
 
 
-def load_balancing_loss(prefix: str) -> Guard:
+def load_balancing_loss(prefix: str, head: str = "ForCausalLM") -> Guard:
     return CallGuard(
-        target=f"{prefix}ForCausalLM.forward",
+        target=f"{prefix}{head}.forward",
         slot=Slot("load_balancing_loss", "standard"),
         call="load_balancing_loss_func",
         # While generating, upstream gives it the mask of all tokens and the router's logits of one.

@@ -1,8 +1,8 @@
 """DeepSeek-V3: where upstream runs a replaceable op, and what a kernel is given there."""
 
-from opslot_patchgen import CallGuard, ModelSpec, Slot
+from opslot_patchgen import ModelSpec
 
-from ._decoder import causal_loss, experts, rms_norm, swiglu
+from ._decoder import causal_loss, experts, interleaved_rotary_pos_emb, rms_norm, swiglu
 
 SPEC = ModelSpec(
     family="deepseek_v3",
@@ -11,11 +11,7 @@ SPEC = ModelSpec(
         rms_norm("DeepseekV3"),
         swiglu("DeepseekV3"),
         experts("DeepseekV3"),
-        CallGuard(
-            target="DeepseekV3Attention.forward",
-            slot=Slot("rotary_pos_emb", "interleaved", check="opslot_models.adoption:interleave_obstacle"),
-            call="apply_rotary_pos_emb_interleave",
-        ),
+        interleaved_rotary_pos_emb("DeepseekV3Attention", check="opslot_models.adoption:interleave_obstacle"),
         causal_loss("DeepseekV3"),
     ),
 )
