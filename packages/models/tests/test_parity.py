@@ -407,7 +407,7 @@ def test_packed_sequences_of_a_hybrid_need_kernels_that_take_them_apart(config, 
     torch.testing.assert_close(ours(**packed).logits, apart, rtol=1e-4, atol=1e-5)
     for op in ("causal_conv1d", "chunk_gated_delta_rule"):
         assert torch.equal(recorders[op, "standard"].calls[-1]["cu_seqlens"], ends)
-    with pytest.raises(Exception, match="cu_seqlens|packed"):
+    with pytest.raises(Exception, match=r"cu_seqlens|packed"):
         upstream(**packed)
 
 

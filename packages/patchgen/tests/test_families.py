@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from opslot_patchgen import TargetGone, build, cli, load_specs, plan, read_source, restore
+from opslot_patchgen import TargetGone, build, load_specs, plan, read_source, restore
 
 MODELS = Path(__file__).parents[2] / "models/src"
 # In the order of upstream's file.
@@ -103,10 +103,6 @@ def artifact(spec, source):
     return build(spec, source, "opslot_models.patches")
 
 
-def test_committed_files_are_fresh():
-    assert cli.main(["check"]) == 0
-
-
 def test_the_inverse_gives_the_installed_bytes(artifact, source):
     assert restore(artifact.text).encode() == source.path.read_bytes()
 
@@ -146,7 +142,8 @@ def test_guards_and_slots(artifact, spec):
     assert re.findall(r"# opslot: (\S+)$", artifact.text, re.MULTILINE) == guards
     declared = re.findall(r"^    (\w+)_op = OpSlot\(.*  # opslot$", artifact.text, re.MULTILINE)
     # One slot serves every guard of its op in a class.
-    read = {(part, op) for part in classes_of(artifact) for op in re.findall(r"# opslot: (\w+)/", part)}
+    parts = enumerate(classes_of(artifact))
+    read = {(number, op) for number, part in parts for op in re.findall(r"# opslot: (\w+)/", part)}
     assert sorted(declared) == sorted(op for _, op in read)
 
 
@@ -183,8 +180,10 @@ def test_signatures_and_docstrings_are_untouched(artifact, source):
 
 def test_generation_is_deterministic(specs, tmp_path):
     code = (
-        "import sys, hashlib; from opslot_patchgen import load_specs, plan; "
-        f"sys.path.insert(0, {str(MODELS)!r}); files = plan(load_specs('opslot_models.patches')).files; "
+        "import sys, hashlib; from dataclasses import replace; from opslot_patchgen import load_specs, plan; "
+        f"sys.path.insert(0, {str(MODELS)!r}); package = load_specs('opslot_models.patches'); "
+        "few = tuple(spec for spec in package.specs if spec.family in ('gemma3', 'glm_moe_dsa', 'mixtral')); "
+        "files = plan(replace(package, specs=few)).files; "
         "print(hashlib.sha256(repr(sorted(files.items())).encode()).hexdigest())"
     )
     digests = {
@@ -196,7 +195,7 @@ def test_generation_is_deterministic(specs, tmp_path):
     assert len(digests) == 1
 
 
-def test_the_source_is_found_without_importing_transformers(specs):
+def test_committed_files_are_fresh_and_found_without_importing_transformers(specs):
     code = (
         "import sys; from opslot_patchgen import cli; "
         f"sys.path.insert(0, {str(MODELS)!r}); code = cli.main(['check']); "
@@ -204,20 +203,24 @@ def test_the_source_is_found_without_importing_transformers(specs):
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.endswith("[]\n")
+    assert "are fresh" in done.stdout
 
 
 def test_another_tree_gives_the_same_plan(specs):
     located = importlib.util.find_spec("transformers")
     root = Path(located.submodule_search_locations[0]).parent
-    assert plan(specs, root).files == plan(specs).files
+    few = replace(specs, specs=specs.specs[:3])
+    assert plan(few, root).files == plan(few).files
 
 
-@pytest.mark.parametrize("name", ["RMSNorm", "self.lm_head", "variance_epsilon", "apply_rotary_pos_emb", "act_fn"])
+@pytest.mark.parametrize("name", ["RMSNorm", "self.lm_head", "variance_epsilon", "hc_sinkhorn_iters", "act_fn"])
 def test_a_rename_upstream_is_a_target_gone(name, tmp_path, specs, spec, source):
     others = {
         "variance_epsilon": ["self.eps"],
         "act_fn": ["activation_fn", "self.alpha"],
         "apply_rotary_pos_emb": ["down_proj"],
+        # Upstream's rotation has no guard in DeepSeek-V4.
+        "hc_sinkhorn_iters": ["apply_rotary_pos_emb", "down_proj"],
     }
     name = next(
         each for each in [name, *others.get(name, [])] if each in source.text

@@ -1,6 +1,7 @@
 """What upstream puts in the place of a guarded method: a kernel would be bound there and never run."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import libcst as cst
 
@@ -25,9 +26,9 @@ def require_not_replaced(tree: Tree, spec: ModelSpec) -> None:
                 )
         classes = {owner, *heirs}
         replaced = {owner, *(f"{cls}.{name}" for cls in classes)}
-        for node, bound, place in bindings:
-            own = bound == name and place in classes
-            on_instance = bound in (f"self.{name}", f"cls.{name}") and place.partition(".")[0] in classes
+        for node, bound in bindings:
+            own = bound == name and _around(tree, node) in classes
+            on_instance = bound in (f"self.{name}", f"cls.{name}") and _around(tree, node).partition(".")[0] in classes
             if bound in replaced or own or on_instance:
                 raise UnreachableGuard(f"{tree.at(node)}: replaces {bound}, so a guard in {target} may never run")
 
@@ -37,24 +38,26 @@ def _subclasses(tree: Tree, name: str) -> set[str]:
     return heirs.union(*(_subclasses(tree, heir) for heir in heirs - {name}))
 
 
-def _bindings(tree: Tree) -> Iterator[tuple[cst.CSTNode, str, str]]:
-    """Every place that binds something otherwise than by defining it: what it binds, and the definition around it."""
-    for node in tree.nodes(tree.module):
-        match node:
-            case cst.AssignTarget() | cst.AnnAssign() | cst.AugAssign() | cst.NamedExpr() | cst.For() | cst.Del():
-                bound: cst.CSTNode = node.target
-            case cst.AsName():
-                bound = node.name
-            case cst.ImportAlias() if node.asname is None:
-                bound = node.name
-            case cst.Call() if tree.code(node.func) == "setattr" and len(node.args) == 3:
-                attribute = tree.code(node.args[1].value).strip("\"'")
-                yield node, f"{tree.code(node.args[0].value)}.{attribute}", _around(tree, node)
-                continue
-            case _:
-                continue
-        parts = [part.value for part in bound.elements] if isinstance(bound, cst.Tuple | cst.List) else [bound]
-        yield from ((node, tree.code(part), _around(tree, node)) for part in parts)
+# Each has what it binds as its `target`.
+_BINDING: tuple[Any, ...] = (cst.AssignTarget, cst.AnnAssign, cst.AugAssign, cst.NamedExpr, cst.For, cst.Del)
+
+
+def _bindings(tree: Tree) -> Iterator[tuple[cst.CSTNode, str]]:
+    """Every place that binds something otherwise than by defining it, and what it binds."""
+    for kind in _BINDING:
+        for node in tree.walk(tree.module, kind):
+            bound = node.target
+            parts = [part.value for part in bound.elements] if isinstance(bound, cst.Tuple | cst.List) else [bound]
+            yield from ((node, tree.code(part)) for part in parts)
+    for name in tree.walk(tree.module, cst.AsName):
+        yield name, tree.code(name.name)
+    for alias in tree.walk(tree.module, cst.ImportAlias):
+        if alias.asname is None:
+            yield alias, tree.code(alias.name)
+    for call in tree.walk(tree.module, cst.Call):
+        if len(call.args) == 3 and tree.code(call.func) == "setattr":
+            attribute = tree.code(call.args[1].value).strip("\"'")
+            yield call, f"{tree.code(call.args[0].value)}.{attribute}"
 
 
 def _around(tree: Tree, node: cst.CSTNode) -> str:

@@ -1,9 +1,10 @@
 """The parsed source: definitions by qualified name and nodes by place. libcst gives positions and never writes code."""
 
 import difflib
+from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import libcst as cst
 from libcst.metadata import CodeRange, MetadataWrapper, PositionProvider
@@ -37,11 +38,13 @@ class _Recorder(cst.CSTVisitor):
         super().__init__()
         self.nodes: list[cst.CSTNode] = []
         self.extent: dict[cst.CSTNode, tuple[int, int]] = {}
+        self.kinds: dict[type[cst.CSTNode], list[int]] = {}
         self.definitions: list[Definition] = []
         self._open: list[Definition] = []
 
     def on_visit(self, node: cst.CSTNode) -> bool:
         self.extent[node] = (len(self.nodes), 0)
+        self.kinds.setdefault(type(node), []).append(len(self.nodes))
         self.nodes.append(node)
         if isinstance(node, cst.ClassDef | cst.FunctionDef):
             owner = self._open[-1] if self._open else None
@@ -98,7 +101,10 @@ class Tree:
 
     def walk(self, node: cst.CSTNode, kind: type[Node]) -> Iterator[Node]:
         """Every node of one kind in the subtree of `node`, itself included, in source order."""
-        return (found for found in self.nodes(node) if isinstance(found, kind))
+        start, stop = self._recorder.extent[node]
+        places = self._recorder.kinds.get(kind, [])
+        found = (self._recorder.nodes[at] for at in places[bisect_left(places, start) : bisect_left(places, stop)])
+        return cast(Iterator[Node], found)
 
     def nodes(self, node: cst.CSTNode) -> list[cst.CSTNode]:
         start, stop = self._recorder.extent[node]
