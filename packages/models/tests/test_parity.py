@@ -3,17 +3,26 @@
 import inspect
 import itertools
 import re
-from collections import Counter
 from pathlib import Path
 
 import opslot
 import pytest
 import torch
 import transformers
-from opslot import Backend, BindError, KernelSpec, Registry
-from opslot.ops import BACKEND as CORE
-from opslot_models import build_foundation_model, families
+from opslot import BindError
+from opslot_models import families
 from opslot_models._families import generated_module
+
+from packages.models.tests.parity import (
+    assert_close_with_gradients,
+    assert_equal,
+    both,
+    calls_of,
+    every_op,
+    expected_calls,
+    language_model,
+    perturb,
+)
 
 every_family = pytest.mark.parametrize("family", families())
 LABELS = {
@@ -32,59 +41,6 @@ COMPOSED = [(family, name) for family, name in COMPOSED if "OmniMoe" not in name
 
 
 MULTIMODAL = sorted({family for family, _ in COMPOSED})
-
-
-def both(config, architecture=None, ops="eager"):
-    """The same model from upstream's class and from ours; a causal LM unless another is named."""
-    architecture = architecture or language_model(config)
-    torch.manual_seed(0)
-    upstream = getattr(transformers, architecture)._from_config(config)
-    torch.manual_seed(0)
-    return upstream, build_foundation_model(config, ops, architecture=architecture, device="cpu")
-
-
-def language_model(config):
-    name = type(config).__name__.removesuffix("Config").removesuffix("Text")
-    return next(
-        name + head for head in ("ForCausalLM", "ForConditionalGeneration") if hasattr(transformers, name + head)
-    )
-
-
-def perturb(*models):
-    """The same noise for each: biases start as zeros and norms as ones, where a kernel that ignored them would pass."""
-    for model in models:
-        torch.manual_seed(3)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                if parameter.dim() == 1:
-                    parameter.add_(torch.randn_like(parameter), alpha=0.1)
-
-
-def plain(value):
-    """A field of an output as tensors: a cache as what each of its layers holds."""
-    if not hasattr(value, "layers"):
-        return value
-    states = ("keys", "values", "conv_states", "recurrent_states", "indexer_keys", "compressed_kv", "overlap_kv")
-    return [{name: getattr(layer, name) for name in states if hasattr(layer, name)} for layer in value.layers]
-
-
-def assert_equal(one, other, batch):
-    """Initialisation, outputs field by field and every gradient."""
-    for (name, expected), (ours, actual) in zip(one.state_dict().items(), other.state_dict().items(), strict=True):
-        assert name == ours
-        assert torch.equal(expected, actual), name
-    torch.manual_seed(2)  # the token classification head has a dropout
-    expected = one(**batch)
-    torch.manual_seed(2)
-    actual = other(**batch)
-    assert list(expected) == list(actual)
-    for field in expected:
-        torch.testing.assert_close(plain(actual[field]), plain(expected[field]), rtol=0, atol=0, msg=field)
-    expected.loss.backward()
-    actual.loss.backward()
-    for (name, a), b in zip(one.named_parameters(), other.parameters(), strict=True):
-        assert (a.grad is None) == (b.grad is None), name
-        assert a.grad is None or torch.equal(a.grad, b.grad), name
 
 
 def guarded(family):
@@ -187,43 +143,13 @@ def test_a_fused_loss_sees_the_tokens_that_are_kept(config, batch, deterministic
     assert recorders["cross_entropy_loss", "causal"].calls[0]["hidden_states"].shape == (2, 9, 64)
 
 
-class Recorder:
-    """A kernel that computes the reference and keeps what it was called with."""
-
-    def __init__(self, contract):
-        self.contract, self.calls = contract, []
-        self.__signature__ = contract.signature()
-
-    def __call__(self, *args, **kwargs):
-        arguments = self.__signature__.bind(*args, **kwargs)
-        self.calls.append(arguments.arguments)
-        return self.contract.load_reference()(*args, **kwargs)
-
-
-@pytest.fixture
-def recorded():
-    registry = Registry()
-    registry.add(CORE, "opslot")
-    recorders = {contract.key: Recorder(contract) for contract in registry.contracts()}
-    kernels = tuple(
-        KernelSpec(op=op, variant=v, name="recorder", target=r, deterministic=True) for (op, v), r in recorders.items()
-    )
-    registry.add(Backend(api=1, kernels=kernels), "recorders")
-    return registry, recorders
-
-
-def called(recorders):
-    return {op for (op, _), recorder in recorders.items() if recorder.calls}
-
-
 @every_family
 def test_every_slot_is_reached_and_the_numbers_agree(config, batch, deterministic, recorded):
     registry, recorders = recorded
     # One softmax in the references of bf16 would round otherwise; float32 agrees to a few ulps.
     upstream, ours = both(config(**_eager_experts(config())))
     perturb(upstream, ours)
-    names = {contract.config_fields()[0]: "recorder" for contract in registry.contracts()}
-    binding = opslot.bind(ours, names, device="cpu", registry=registry)
+    binding = opslot.bind(ours, every_op(registry), device="cpu", registry=registry)
     expected, actual = upstream(**batch), ours(**batch)
     assert actual.logits is None
     assert calls_of(recorders) == expected_calls(binding, {"rotary_pos_emb_vision/full"})
@@ -237,8 +163,7 @@ def test_every_slot_is_reached_with_images_too(media, deterministic, recorded):
     config = type(config).from_dict(config.to_dict(), experts_implementation="eager")
     upstream, ours = both(config, language_model(config).replace("ForCausalLM", "ForConditionalGeneration"))
     perturb(upstream, ours)
-    names = {contract.config_fields()[0]: "recorder" for contract in registry.contracts()}
-    binding = opslot.bind(ours, names, device="cpu", registry=registry)
+    binding = opslot.bind(ours, every_op(registry), device="cpu", registry=registry)
     batch["labels"] = batch["input_ids"]
     expected, actual = upstream(**batch), ours(**batch)
     found = calls_of(recorders)
@@ -251,27 +176,6 @@ def test_every_slot_is_reached_with_images_too(media, deterministic, recorded):
 
 def family_of(config):
     return type(config).__module__.split(".")[-2]
-
-
-def calls_of(recorders):
-    """How often the kernel of each contract ran."""
-    return {f"{op}/{variant}": len(found.calls) for (op, variant), found in recorders.items() if found.calls}
-
-
-def expected_calls(binding, not_here=frozenset()):
-    """Each slot once, but: DeepSeek-V4 mixes its streams twice a layer, and norms them inside `mhc/pre` and `head`."""
-    counts = Counter(f"{row.op}/{row.variant}" for row in binding.rows if not row.module.endswith("input_norm"))
-    counts["mhc/post"] *= 2
-    return {slot: count for slot, count in counts.items() if count and slot not in not_here}
-
-
-def assert_close_with_gradients(upstream, ours, expected, actual):
-    torch.testing.assert_close(actual.loss, expected.loss)
-    expected.loss.backward()
-    actual.loss.backward()
-    for (name, a), b in zip(upstream.named_parameters(), ours.named_parameters(), strict=True):
-        if a.grad is not None:
-            torch.testing.assert_close(b[1].grad, a.grad, rtol=1e-4, atol=1e-6, msg=name)
 
 
 def _eager_experts(config):
@@ -407,7 +311,7 @@ def test_packed_sequences_of_a_hybrid_need_kernels_that_take_them_apart(config, 
     torch.testing.assert_close(ours(**packed).logits, apart, rtol=1e-4, atol=1e-5)
     for op in ("causal_conv1d", "chunk_gated_delta_rule"):
         assert torch.equal(recorders[op, "standard"].calls[-1]["cu_seqlens"], ends)
-    with pytest.raises(Exception, match=r"cu_seqlens|packed"):
+    with pytest.raises(ValueError, match="packed sequences"):
         upstream(**packed)
 
 
