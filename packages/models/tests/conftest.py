@@ -22,9 +22,7 @@ def config(family: str) -> Callable[..., PreTrainedConfig]:
     def make(**changes: object) -> PreTrainedConfig:
         if family in tiny.COMPOSED:
             return tiny.composed(family, **changes)
-        return AutoConfig.for_model(
-            tiny.TEXT.get(family, family), **{**tiny.COMMON, **tiny.FAMILIES[family], **changes}
-        )
+        return AutoConfig.for_model(tiny.TEXT.get(family, family), **tiny.text(family, **changes))
 
     return make
 
@@ -35,6 +33,8 @@ def media(family: str) -> tuple[PreTrainedConfig, dict[str, torch.Tensor]]:
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(1, tiny.IMAGE, (2, 17), generator=generator)
     batch = {"input_ids": tokens}
+    if "num_experts" in tiny.FAMILIES[family]:
+        batch["output_router_logits"] = True  # transformers 5.17 reads it nowhere else in models with images
     if family == "gemma3":
         tokens[0, 3:7] = tiny.IMAGE
         pixels = torch.randn(1, 3, 16, 16, generator=generator)

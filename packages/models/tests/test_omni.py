@@ -6,6 +6,7 @@ import torch
 from opslot_models import adopt, families
 from transformers import AutoConfig, Qwen3OmniMoeForConditionalGeneration
 
+from packages.models.tests import tiny
 from packages.models.tests.parity import (
     assert_close_with_gradients,
     assert_equal,
@@ -14,7 +15,7 @@ from packages.models.tests.parity import (
     every_op,
     expected_calls,
 )
-from packages.models.tests.tiny import AUDIO_TOKEN, COMMON, END, FAMILIES, composed
+from packages.models.tests.tiny import AUDIO_TOKEN, COMMON, END, composed
 
 pytestmark = pytest.mark.skipif("qwen3_omni_moe" not in families(), reason="not served for the installed transformers")
 PLAIN = {"rope_type": "default", "rope_theta": 10000.0}
@@ -22,7 +23,7 @@ PLAIN = {"rope_type": "default", "rope_theta": 10000.0}
 
 @pytest.fixture
 def omni():
-    text = {**COMMON, **FAMILIES["qwen3_omni_moe"]}
+    text = tiny.text("qwen3_omni_moe")
     dense = {**COMMON, "num_hidden_layers": 2, "rope_parameters": PLAIN}
     talker = {
         "text_config": {**text, "shared_expert_intermediate_size": 32, "mlp_only_layers": []},
@@ -66,7 +67,12 @@ def batches():
     audio = {"input_features": embeddings(1, 16, 24), "feature_attention_mask": torch.ones(1, 24, dtype=torch.long)}
     return {
         "thinker": {"input_ids": heard, **audio, "labels": tokens},
-        "talker": {"inputs_embeds": embeddings(2, 9, 64), "labels": tokens[:, :9], "output_router_logits": True},
+        "talker": {
+            "inputs_embeds": embeddings(2, 9, 64),
+            "attention_mask": torch.ones(2, 9, dtype=torch.long),
+            "labels": tokens[:, :9],
+            "output_router_logits": True,
+        },
         "talker.code_predictor": {"inputs_embeds": embeddings(2, 4, 64), "labels": tokens[:, :4]},
     }
 

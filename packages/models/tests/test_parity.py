@@ -13,6 +13,7 @@ from opslot import BindError
 from opslot_models import families
 from opslot_models._families import generated_module
 
+from packages.models.tests import tiny
 from packages.models.tests.parity import (
     assert_close_with_gradients,
     assert_equal,
@@ -144,12 +145,14 @@ def test_a_fused_loss_sees_the_tokens_that_are_kept(config, batch, deterministic
 
 
 @every_family
-def test_every_slot_is_reached_and_the_numbers_agree(config, batch, deterministic, recorded):
+def test_every_slot_is_reached_and_the_numbers_agree(family, config, batch, deterministic, recorded):
     registry, recorders = recorded
     # One softmax in the references of bf16 would round otherwise; float32 agrees to a few ulps.
     upstream, ours = both(config(**_eager_experts(config())))
     perturb(upstream, ours)
     binding = opslot.bind(ours, every_op(registry), device="cpu", registry=registry)
+    if family in tiny.COMPOSED and "load_balancing_loss" in guarded(family):
+        batch["output_router_logits"] = True  # transformers 5.17 reads it nowhere else in models with images
     expected, actual = upstream(**batch), ours(**batch)
     assert actual.logits is None
     assert calls_of(recorders) == expected_calls(binding, {"rotary_pos_emb_vision/full"})
@@ -297,7 +300,7 @@ def test_packed_sequences_are_the_sequences_apart(family, config, batch, determi
 def test_packed_sequences_of_a_hybrid_need_kernels_that_take_them_apart(config, batch, deterministic, recorded):
     """Upstream's own convolution runs on over the borders, and its delta rule refuses them."""
     registry, recorders = recorded
-    upstream, ours = both(config(output_router_logits=False))
+    _, ours = both(config(output_router_logits=False))
     ops = {"causal_conv1d": "recorder", "chunk_gated_delta_rule": "recorder", "default": "eager"}
     opslot.bind(ours, ops, device="cpu", registry=registry)
     tokens = batch["input_ids"][:1]
@@ -311,8 +314,6 @@ def test_packed_sequences_of_a_hybrid_need_kernels_that_take_them_apart(config, 
     torch.testing.assert_close(ours(**packed).logits, apart, rtol=1e-4, atol=1e-5)
     for op in ("causal_conv1d", "chunk_gated_delta_rule"):
         assert torch.equal(recorders[op, "standard"].calls[-1]["cu_seqlens"], ends)
-    with pytest.raises(ValueError, match="packed sequences"):
-        upstream(**packed)
 
 
 @pytest.mark.parametrize("family", ["phi3"])

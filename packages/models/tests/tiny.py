@@ -85,7 +85,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "qwen3_next": {**HYBRID, **ROUTED, "shared_expert_intermediate_size": 32, "rope_parameters": PARTIAL},
     "qwen3_5": {**HYBRID, "rope_parameters": PARTIAL_MROPE},
-    "qwen3_5_moe": {**HYBRID, **ROUTED, "shared_expert_intermediate_size": 32, "rope_parameters": PARTIAL_MROPE},
+    "qwen3_5_moe": {
+        **HYBRID,
+        **ROUTED,
+        "shared_expert_intermediate_size": 32,
+        "rope_parameters": PARTIAL_MROPE,
+        "intermediate_size": None,  # it has none
+    },
     "qwen3_vl": {"num_hidden_layers": 2, "rope_parameters": MROPE},
     "qwen3_vl_moe": {**ROUTED, "num_hidden_layers": 3, "mlp_only_layers": [1], "rope_parameters": MROPE},
     "qwen3_omni_moe": {**ROUTED, "num_hidden_layers": 3, "mlp_only_layers": [1], "rope_parameters": MROPE},
@@ -198,11 +204,16 @@ AUDIO = {
 IMAGE, VIDEO, AUDIO_TOKEN, START, END = 90, 91, 92, 93, 94
 
 
+def text(family: str, **changes: Any) -> dict[str, Any]:
+    """The values of a config of text; None in `FAMILIES` takes one of `COMMON` away."""
+    return {key: value for key, value in (COMMON | FAMILIES[family]).items() if value is not None} | changes
+
+
 def composed(family: str, **changes: Any) -> PreTrainedConfig:
     """The config of a whole model of text, images and more; `changes` are the text's, where it has such a key."""
     top = {key: changes.pop(key) for key in ("dtype", "tie_word_embeddings", "num_labels") if key in changes}
     top |= {key: changes.pop(key) for key in ("experts_implementation", "attn_implementation") if key in changes}
-    parts: dict[str, Any] = {"text_config": {**COMMON, **FAMILIES[family], **changes}}
+    parts: dict[str, Any] = {"text_config": text(family, **changes)}
     if family == "gemma3":
         vision = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
         parts["vision_config"] = {**vision, "image_size": 16, "patch_size": 4, "vision_use_head": False}

@@ -117,8 +117,9 @@ class Swap:
     def do(self) -> None:
         self.module.__class__ = self.ours
         if isinstance(self.module, PreTrainedModel):
-            # transformers finds what to record (router logits) by class, and fills this only in __init__.
-            _CAN_RECORD_REGISTRY[self.module] = self.module._can_record_outputs
+            # transformers finds what to record (router logits) by the name of the class, and fills this only in
+            # __init__. Past the mapping's own assignment, which takes a model in one release and a name in another.
+            dict.__setitem__(_CAN_RECORD_REGISTRY, str(self.ours), self.module._can_record_outputs)
 
     def undo(self) -> None:
         self.module.__class__ = self.upstream

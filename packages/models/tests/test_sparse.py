@@ -1,0 +1,123 @@
+"""Attention to chosen keys, the delta rule and the streams of DeepSeek-V4: when their kernels run, and with what."""
+
+import opslot
+import pytest
+import torch
+from opslot import BindError
+from opslot_models import families
+from opslot_models._families import generated_module
+from opslot_models.adoption import keys_in_mask
+from peft import LoraConfig, get_peft_model
+
+from packages.models.tests.parity import both, calls_of, every_op, perturb
+
+SPARSE = [family for family in ("deepseek_v4", "glm_moe_dsa") if family in families()]
+HYBRID = [family for family in ("qwen3_5", "qwen3_5_moe", "qwen3_next") if family in families()]
+
+
+def attends(family):
+    """GLM's attention has no guard where the cache holds expanded keys, before transformers 5.24."""
+    return family != "glm_moe_dsa" or "v5_17" not in generated_module(family).__name__
+
+
+WITH_ATTENTION = [family for family in SPARSE if attends(family)]
+
+
+@pytest.mark.parametrize("family", SPARSE + HYBRID)
+def test_decoding_with_a_kernel_in_every_slot(family, config, batch, deterministic, recorded):
+    registry, recorders = recorded
+    upstream, ours = both(config(experts_implementation="eager"))
+    perturb(upstream, ours)
+    opslot.bind(ours, every_op(registry), device="cpu", registry=registry)
+    tokens = batch["input_ids"][:1, :9]
+    arguments = {"max_new_tokens": 6, "do_sample": False, "attention_mask": torch.ones_like(tokens)}
+    arguments |= {"output_logits": True, "return_dict_in_generate": True}
+    expected, actual = upstream.generate(tokens, **arguments), ours.generate(tokens, **arguments)
+    assert torch.equal(actual.sequences, expected.sequences)
+    torch.testing.assert_close(torch.stack(actual.logits), torch.stack(expected.logits), rtol=1e-4, atol=1e-5)
+    ran = calls_of(recorders)
+    if family in HYBRID:  # a step with a state is upstream's own
+        layers = ours.config.layer_types.count("linear_attention")
+        assert ran["chunk_gated_delta_rule/standard"] == ran["causal_conv1d/standard"] == layers
+    elif attends(family):
+        variant = "glm" if family == "glm_moe_dsa" else family
+        # At a single token there may be no mask, and then upstream runs.
+        assert ran[f"dsa_attention/{variant}"] >= ours.config.num_hidden_layers
+        assert ran[f"dsa_indexer/{variant}"] >= 2
+
+
+@pytest.mark.parametrize("family", WITH_ATTENTION)
+def test_weights_and_dropout_of_attention_are_upstreams(family, config, batch, recorded):
+    registry, recorders = recorded
+    upstream, ours = both(config(attention_dropout=0.4, attn_implementation="eager"))
+    opslot.bind(ours, {"dsa_attention": "recorder", "default": "eager"}, device="cpu", registry=registry)
+    losses = []
+    for model in (upstream, ours):
+        torch.manual_seed(4)
+        losses.append(model.train()(**batch).loss)
+    assert torch.equal(losses[0], losses[1])
+    expected, actual = (model.eval()(**batch, output_attentions=True) for model in (upstream, ours))
+    assert calls_of(recorders) == {}
+    torch.testing.assert_close(actual.attentions, expected.attentions, rtol=0, atol=0)
+    ours(**batch)  # without either, the kernel runs
+    assert sum(calls_of(recorders).values()) == ours.config.num_hidden_layers
+    for model in (upstream, ours):
+        model.config.output_attentions = True
+    assert len(ours(**batch).attentions) == ours.config.num_hidden_layers
+    assert sum(calls_of(recorders).values()) == ours.config.num_hidden_layers
+
+
+@pytest.mark.parametrize("family", [family for family in WITH_ATTENTION if family == "glm_moe_dsa"])
+def test_a_projection_that_is_more_than_its_weight_has_no_attention_to_latents(family, config, batch, recorded):
+    registry, _ = recorded
+    ops = {"dsa_attention": "recorder", "default": "eager"}
+    _, ours = both(config())
+    lora = LoraConfig(target_modules=["kv_b_proj"], init_lora_weights=False)
+    opslot.bind(ours, ops, device="cpu", registry=registry)
+    wrapped = get_peft_model(ours, lora)
+    with pytest.raises(BindError, match=r"would read the weight of Linear, which is not a plain nn\.Linear"):
+        wrapped(**batch)
+    with pytest.raises(BindError, match=r"its kv_b_proj is not a plain nn\.Linear"):
+        opslot.bind(ours, ops, device="cpu", registry=registry)
+    opslot.bind(ours, "auto", device="cpu", registry=registry)
+    assert wrapped(**batch).loss.isfinite()
+
+
+@pytest.mark.parametrize("family", [family for family in SPARSE if family == "deepseek_v4"])
+def test_the_keys_of_a_mask(family, config):
+    _, ours = both(config())
+    sliding, compressed, heavily = (layer.self_attn for layer in ours.model.layers)
+    assert [layer.compressor is None for layer in (sliding, compressed, heavily)] == [True, False, False]
+    for attention, most in ((sliding, 6), (compressed, 6 + 2), (heavily, 17)):
+        seen = torch.rand(2, 1, 9, 17, generator=torch.Generator().manual_seed(2)).argsort(-1) < most
+        seen[0, 0, 3] = False
+        seen[1, 0, 4, 9:] = False
+        mask = torch.zeros(seen.shape).masked_fill(~seen, float("-inf"))
+        keys = keys_in_mask(attention, mask)
+        assert keys.shape == (2, 9, most)
+        again = torch.zeros(2, 9, 18, dtype=torch.bool).scatter(-1, keys.where(keys >= 0, 17), True)[..., :17]
+        assert torch.equal(again, seen.squeeze(1))
+        assert all(row[row >= 0].unique().numel() == (row >= 0).sum() for row in keys.flatten(0, 1))
+    with pytest.raises((RuntimeError, IndexError)):  # a mask of the caller's own that lets more be seen
+        keys_in_mask(sliding, torch.zeros(1, 1, 2, 17))
+
+
+@pytest.mark.parametrize("family", [*SPARSE, *(family for family in HYBRID if family == "qwen3_5_moe")])
+def test_training_with_a_kernel_in_every_slot(family, config, batch, deterministic, recorded):
+    registry, _ = recorded
+    upstream, ours = both(config(experts_implementation="eager"))
+    perturb(upstream, ours)
+    opslot.bind(ours, every_op(registry), device="cpu", registry=registry)
+    losses = []
+    for model in (upstream, ours):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        found = []
+        for _ in range(8):
+            loss = model.train()(**batch).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.item())
+        losses.append(found)
+    assert losses[0][-1] < losses[0][0] - 0.3
+    torch.testing.assert_close(torch.tensor(losses[1]), torch.tensor(losses[0]), rtol=1e-3, atol=1e-3)
