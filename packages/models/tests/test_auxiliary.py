@@ -8,14 +8,14 @@ from typing import ClassVar, Literal, Protocol, runtime_checkable
 
 import pytest
 import torch
+import transformers
 from opslot import OpslotError
 from opslot_models import adopt, build_foundation_model, families
 from opslot_models._families import generated_module
 from peft import LoraConfig, get_peft_model
 from torch._dynamo.testing import CompileCounterWithBackend
-from transformers import AutoModelForCausalLM, Gemma3ForConditionalGeneration
+from transformers import Gemma3ForConditionalGeneration
 
-MULTIMODAL = ("Gemma3ForConditionalGeneration", "Gemma3ForSequenceClassification")
 every_family = pytest.mark.parametrize("family", families())
 
 
@@ -32,9 +32,14 @@ class SupportsDrafter(Protocol):
     def get_eagle3_default_aux_hidden_state_layers(self): ...
 
 
+LM_HEADS = ("ForCausalLM", "ForConditionalGeneration")
+
+
 def stock(config):
+    name = type(config).__name__.removesuffix("Config").removesuffix("Text")
+    cls = next(getattr(transformers, name + head) for head in LM_HEADS if hasattr(transformers, name + head))
     torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(config)
+    return cls._from_config(config)
 
 
 def router_off(config):
@@ -85,8 +90,9 @@ def hooks(model):
 @every_family
 def test_the_states_are_those_of_hooks_on_the_stock_model(config, batch, deterministic):
     model = stock(config(**router_off(config())))
-    layers = [0, model.config.num_hidden_layers - 1]
-    expected, _ = by_hand(model, model.model.layers, layers, batch)
+    stack = getattr(model.model, "language_model", model.model).layers
+    layers = [0, len(stack) - 1]
+    expected, _ = by_hand(model, stack, layers, batch)
     recorded = copy.deepcopy(model)(**batch, output_hidden_states=True).hidden_states
     adopt(model, "eager", device="cpu")
     model.set_aux_hidden_state_layers(layers)
@@ -145,15 +151,19 @@ def test_a_model_and_the_models_in_it_are_set_by_themselves(multimodal):
 
 
 @every_family
-def test_the_protocol_holds_for_text_models_and_their_lm_heads_alone(config):
-    module = generated_module(config().model_type.removesuffix("_text"))
-    heads = [name for name in module.__all__ if "For" in name and name not in MULTIMODAL]
-    for name in heads:
-        with torch.device("meta"):
-            head = getattr(module, name)(config())
-        assert isinstance(head, SupportsDrafter) == name.endswith("ForCausalLM"), name
-        if name.endswith("ForCausalLM"):
-            assert {name for name, part in head.named_modules() if isinstance(part, SupportsDrafter)} == {"", "model"}
+def test_the_protocol_holds_for_models_of_text_and_their_lm_heads_alone(family, config):
+    module = generated_module(family)
+    heads = [getattr(module, name) for name in module.__all__ if "For" in name and "PreTrainedModel" not in name]
+    for cls in heads:
+        if cls.config_class is type(config()):
+            with torch.device("meta"):
+                head = cls(config())
+            assert isinstance(head, SupportsDrafter) == cls.__name__.endswith(LM_HEADS), cls
+    with torch.device("meta"):
+        model = stock(config())
+    adopt(model, "eager", device="cpu")
+    inner = ["model.language_model"] if hasattr(model.model, "language_model") else []
+    assert [name for name, part in model.named_modules() if isinstance(part, SupportsDrafter)] == ["", "model", *inner]
 
 
 def test_the_protocol_holds_for_a_multimodal_wrapper_and_no_tower(multimodal):
