@@ -42,11 +42,6 @@ def stock(config):
     return cls._from_config(config)
 
 
-def router_off(config):
-    """Transformers leaves hooks of its own behind where it records router logits."""
-    return {"output_router_logits": False} if hasattr(config, "output_router_logits") else {}
-
-
 def built(config, ops="eager"):
     torch.manual_seed(0)
     return build_foundation_model(config, ops, device="cpu")
@@ -55,7 +50,7 @@ def built(config, ops="eager"):
 @pytest.fixture
 def model(config):
     """Three layers of the family that has every op."""
-    return built(config(**router_off(config())))
+    return built(config(output_router_logits=False))
 
 
 def by_hand(model, stack, layers, batch):
@@ -89,7 +84,7 @@ def hooks(model):
 
 @every_family
 def test_the_states_are_those_of_hooks_on_the_stock_model(config, batch, deterministic):
-    model = stock(config(**router_off(config())))
+    model = stock(config(output_router_logits=False))  # to record which transformers would leave hooks behind
     stack = getattr(model.model, "language_model", model.model).layers
     layers = [0, len(stack) - 1]
     expected, _ = by_hand(model, stack, layers, batch)
