@@ -158,6 +158,13 @@ def test_a_slot_stands_above_every_guard_that_reads_it(artifact):
         )
 
 
+def test_every_causal_language_model_returns_auxiliary_states_and_no_tower_does(artifact):
+    decorated = re.findall(r"^@auxiliary_states  # opslot\n(?:(?!class ).*\n)*class (\w+)", artifact.text, re.MULTILINE)
+    assert set(re.findall(r"^class (\w+ForCausalLM)\b", artifact.text, re.MULTILINE)) <= set(decorated)
+    assert len(decorated) >= 2  # the text model and its head
+    assert not [name for name in decorated if re.search(r"Vision|Audio|Talker|Wav|Classification|Answering", name)]
+
+
 def test_only_imports_and_reindented_lines_are_removed(artifact):
     removed = [line[1:] for line in artifact.patch.split("\n")[2:] if line.startswith("-")]
     added = {line[1:] for line in artifact.patch.split("\n")[2:] if line.startswith("+")}

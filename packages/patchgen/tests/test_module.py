@@ -214,6 +214,82 @@ def test_no_import_is_refused(generate):
         generate(BASE + MLP, GUARD, frame="")
 
 
+MODELS = """\
+class TinyVisionModel(TinyPreTrainedModel):
+    def __init__(self, config):
+        self.embeddings = nn.Embedding(2, 2)
+        self.layers = nn.ModuleList([])
+
+
+# Decodes codes of sound.
+@auto_docstring(
+    custom_intro="TinyTalkerModel"
+)
+class TinyTalkerModel(TinyPreTrainedModel):
+    def __init__(self, config):
+        self.codec_embedding = nn.Embedding(2, 2)
+        self.layers = nn.ModuleList([])
+
+
+# Decodes text.
+@auto_docstring(
+    custom_intro="TinyTextModel"
+)
+class TinyTextModel(TinyPreTrainedModel):
+    def __init__(self, config):
+        self.embed_tokens = nn.Embedding(2, 2)
+        self.layers = nn.ModuleList([])
+
+
+class TinyModel(TinyPreTrainedModel):
+    def __init__(self, config):
+        self.visual = TinyVisionModel._from_config(config)
+        self.language_model = TinyTextModel._from_config(config)
+
+
+class TinyForCausalLM(TinyPreTrainedModel):
+    def __init__(self, config):
+        self.model = TinyTextModel(config)
+        self.lm_head = nn.Linear(2, 2)
+
+
+class TinyForConditionalGeneration(TinyPreTrainedModel):
+    def __init__(self, config):
+        self.model = TinyModel._from_config(config)
+        self.lm_head = nn.Linear(2, 2)
+
+
+class TinyTalkerForConditionalGeneration(TinyPreTrainedModel):
+    def __init__(self, config):
+        self.model = TinyTalkerModel(config)
+        self.lm_head = nn.Linear(2, 2)
+
+
+class TinyForSequenceClassification(TinyPreTrainedModel):
+    def __init__(self, config):
+        self.model = TinyTextModel(config)
+        self.score = nn.Linear(2, 2)
+"""
+
+
+def test_text_models_what_holds_them_and_their_lm_heads_return_auxiliary_states(generate):
+    generated = generate(f"{MLP}\n\n{MODELS}", GUARD)
+    assert "\nfrom opslot_models.auxiliary import auxiliary_states  # opslot\n" in generated
+    decorated = re.findall(r"^@auxiliary_states  # opslot\n(?:(?!class ).*\n)*class (\w+)", generated, re.MULTILINE)
+    assert decorated == ["TinyTextModel", "TinyModel", "TinyForCausalLM", "TinyForConditionalGeneration"]
+    assert generated.count("@auxiliary_states") == 4
+    assert "# Decodes text.\n@auxiliary_states  # opslot\n@auto_docstring(\n" in generated
+
+
+def test_a_module_without_a_text_model_imports_nothing_for_it(generate):
+    assert "auxiliary" not in generate(f"{MLP}\n\n{MODELS.partition('# Decodes text.')[0]}", GUARD)
+
+
+def test_members_that_upstream_has_already_are_refused(generate):
+    with pytest.raises(NameCollision, match=r"already uses the name `supports_eagle3`"):
+        generate(f"{MLP}\n\n{MODELS}\n    supports_eagle3 = False\n", GUARD)
+
+
 def test_head_with_its_own_init_is_refused(generate):
     text = f"{MLP}\n\nclass TinyForX(GenericForX):\n    def __init__(self, config):\n        pass\n"
     with pytest.raises(NameCollision, match=r":19: TinyForX already has an __init__"):

@@ -1,4 +1,6 @@
-"""The edits that a generated module needs as a whole: imports, slots, identity and the backbones of its heads."""
+"""The edits that a generated module needs as a whole: imports, slots, identity, and what its models build or return."""
+
+from collections.abc import Set
 
 import libcst as cst
 
@@ -10,18 +12,26 @@ from opslot_patchgen._tree import Definition, Tree
 
 _ADOPT = "opslot_models.adoption:adopt_backbone"
 _NO_HUB_KERNELS = "opslot_models.adoption:no_hub_kernels"
+_AUXILIARY = "opslot_models.auxiliary:auxiliary_states"
+_AUXILIARY_MEMBERS = (
+    *("supports_eagle3", "has_own_lm_head", "has_own_embed_tokens"),
+    *("set_aux_hidden_state_layers", "get_eagle3_default_aux_hidden_state_layers"),
+)
 
 
 def module_edits(tree: Tree, spec: ModelSpec) -> list[Edit]:
     heads = [head for head in tree.classes() if any(base.startswith("GenericFor") for base in tree.bases(head))]
     composed = composed_constructors(tree)
+    texts = text_models(tree)
+    also = {_NO_HUB_KERNELS, *([_ADOPT] if heads or composed else []), *([_AUXILIARY] if texts else [])}
     return [
         *absolute_imports(tree),
-        *_our_imports(tree, spec, adopts=bool(heads or composed)),
+        *_our_imports(tree, spec, also),
         *_slots(tree, spec),
         *_identity(tree),
         *(_adopting_head(tree, head) for head in heads),
         *(_adopting_constructor(tree, constructor) for constructor in composed),
+        *(_auxiliary_states(tree, model) for model in texts),
     ]
 
 
@@ -51,6 +61,28 @@ def composed_constructors(tree: Tree) -> list[Definition]:
     return list(found.values())
 
 
+def text_models(tree: Tree) -> list[Definition]:
+    """The classes whose calls run a text decoder, of which a drafter reads: it, what holds it, and their LM heads.
+
+    A decoder embeds tokens, which towers for images and sound and a talker's decoder of codes do not.
+    """
+    built = {model.name: _submodules(tree, model) for model in tree.classes()}
+    bodies = {name for name, parts in built.items() if {"layers", "embed_tokens"} <= parts.keys()}
+    bodies |= {name for name, parts in built.items() if "language_model" in parts}
+    heads = {name for name, parts in built.items() if "lm_head" in parts and parts.get("model") in bodies}
+    return [model for model in tree.classes() if model.name in bodies | heads]
+
+
+def _submodules(tree: Tree, model: Definition) -> dict[str, str]:
+    """What is assigned to attributes of self in a class, by attribute: the first name of the value."""
+    return {
+        target.removeprefix("self."): tree.code(node.value).partition("(")[0].partition(".")[0]
+        for node in tree.walk(model.node, cst.Assign)
+        for target in (tree.code(assigned.target) for assigned in node.targets)
+        if target.startswith("self.")
+    }
+
+
 def absolute_imports(tree: Tree) -> list[Edit]:
     """Relative imports, made absolute in place. The inverse turns every absolute one back, so none may be there."""
     edits = []
@@ -74,12 +106,12 @@ def _absolute_import(tree: Tree, node: cst.ImportFrom, name: str) -> Edit:
     return Edit(place.line - 1, place.line, (line[:start] + new + line[start + len(old) :],))
 
 
-def _our_imports(tree: Tree, spec: ModelSpec, *, adopts: bool) -> list[Edit]:
+def _our_imports(tree: Tree, spec: ModelSpec, also: Set[str]) -> list[Edit]:
     needed = {"opslot": {"OpSlot"}}
     if any(isinstance(guard, ForwardGuard) for guard in spec.guards):
         needed["opslot"].add("guard_forward")
     references = {reference for guard in spec.guards for reference in guard.functions}
-    for reference in references | {_NO_HUB_KERNELS} | ({_ADOPT} if adopts else set()):
+    for reference in references | also:
         module, _, name = reference.partition(":")
         needed.setdefault(module, set()).add(name)
     for names in needed.values():
@@ -150,6 +182,11 @@ def _adopting_constructor(tree: Tree, constructor: Definition) -> Edit:
         raise SourceError(f"{tree.at(left)}: {constructor.name} returns before what it has built is swapped")
     indent = " " * tree.position(body.body[0]).start.column
     return insertion(tree.position(body.body[-1]).end.line, f"{indent}adopt_backbone(self)  # opslot")
+
+
+def _auxiliary_states(tree: Tree, model: Definition) -> Edit:
+    _require_unused(tree, *_AUXILIARY_MEMBERS)
+    return insertion(tree.first_line(model.node), f"@{_AUXILIARY.partition(':')[2]}  # opslot")
 
 
 def _in_class(tree: Tree, definition: Definition, *lines: str) -> Edit:

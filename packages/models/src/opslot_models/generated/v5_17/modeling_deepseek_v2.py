@@ -51,6 +51,7 @@ from transformers.utils.output_capturing import capture_outputs
 from transformers.models.deepseek_v2.configuration_deepseek_v2 import DeepseekV2Config
 from opslot import OpSlot, guard_forward  # opslot
 from opslot_models.adoption import adopt_backbone, experts_obstacle, loss_obstacle, no_hub_kernels, own_loss  # opslot
+from opslot_models.auxiliary import auxiliary_states  # opslot
 
 
 @guard_forward("moe_experts_op", "gate_up_proj", "down_proj")  # opslot: moe_experts/standard
@@ -520,6 +521,7 @@ class DeepseekV2PreTrainedModel(PreTrainedModel):
             init.normal_(module.down_proj, mean=0.0, std=self.config.initializer_range)
 
 
+@auxiliary_states  # opslot
 @auto_docstring
 class DeepseekV2Model(DeepseekV2PreTrainedModel):
     def __init__(self, config: DeepseekV2Config):
@@ -594,6 +596,7 @@ class DeepseekV2Model(DeepseekV2PreTrainedModel):
         )
 
 
+@auxiliary_states  # opslot
 @auto_docstring
 class DeepseekV2ForCausalLM(DeepseekV2PreTrainedModel, GenerationMixin):
     cross_entropy_loss_op = OpSlot("cross_entropy_loss", "causal", check=loss_obstacle)  # opslot

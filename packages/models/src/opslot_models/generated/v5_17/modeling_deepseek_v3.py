@@ -42,6 +42,7 @@ from transformers.utils.output_capturing import capture_outputs
 from transformers.models.deepseek_v3.configuration_deepseek_v3 import DeepseekV3Config
 from opslot import OpSlot, guard_forward  # opslot
 from opslot_models.adoption import adopt_backbone, experts_obstacle, interleave_obstacle, loss_obstacle, no_hub_kernels, own_loss  # opslot
+from opslot_models.auxiliary import auxiliary_states  # opslot
 
 
 @use_kernel_forward_from_hub("RMSNorm")
@@ -599,6 +600,7 @@ class DeepseekV3PreTrainedModel(PreTrainedModel):
             init.normal_(module.down_proj, mean=0.0, std=self.config.initializer_range)
 
 
+@auxiliary_states  # opslot
 @auto_docstring
 class DeepseekV3Model(DeepseekV3PreTrainedModel):
     def __init__(self, config: DeepseekV3Config):
@@ -673,6 +675,7 @@ class DeepseekV3Model(DeepseekV3PreTrainedModel):
         )
 
 
+@auxiliary_states  # opslot
 @auto_docstring
 class DeepseekV3ForCausalLM(DeepseekV3PreTrainedModel, GenerationMixin):
     cross_entropy_loss_op = OpSlot("cross_entropy_loss", "causal", check=loss_obstacle)  # opslot

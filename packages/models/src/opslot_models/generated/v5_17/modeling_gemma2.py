@@ -54,6 +54,7 @@ from transformers.utils.output_capturing import capture_outputs
 from transformers.models.gemma2.configuration_gemma2 import Gemma2Config
 from opslot import OpSlot  # opslot
 from opslot_models.adoption import adopt_backbone, loss_obstacle, no_hub_kernels, own_loss  # opslot
+from opslot_models.auxiliary import auxiliary_states  # opslot
 
 
 class Gemma2RMSNorm(nn.Module):
@@ -402,6 +403,7 @@ class Gemma2PreTrainedModel(PreTrainedModel):
             init.constant_(module.embed_scale, module.scalar_embed_scale)
 
 
+@auxiliary_states  # opslot
 @auto_docstring
 class Gemma2Model(Gemma2PreTrainedModel):
     def __init__(self, config: Gemma2Config):
@@ -487,6 +489,7 @@ class Gemma2Model(Gemma2PreTrainedModel):
         )
 
 
+@auxiliary_states  # opslot
 @auto_docstring
 class Gemma2ForCausalLM(Gemma2PreTrainedModel, GenerationMixin):
     cross_entropy_loss_op = OpSlot("cross_entropy_loss", "causal", check=loss_obstacle)  # opslot

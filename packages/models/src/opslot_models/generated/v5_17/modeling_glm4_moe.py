@@ -51,6 +51,7 @@ from transformers.utils.output_capturing import capture_outputs
 from transformers.models.glm4_moe.configuration_glm4_moe import Glm4MoeConfig
 from opslot import OpSlot, guard_forward  # opslot
 from opslot_models.adoption import experts_obstacle, loss_obstacle, no_hub_kernels, own_loss  # opslot
+from opslot_models.auxiliary import auxiliary_states  # opslot
 
 
 class Glm4MoeRotaryEmbedding(nn.Module):
@@ -507,6 +508,7 @@ class Glm4MoePreTrainedModel(PreTrainedModel):
             init.normal_(module.down_proj, mean=0.0, std=self.config.initializer_range)
 
 
+@auxiliary_states  # opslot
 @auto_docstring
 class Glm4MoeModel(Glm4MoePreTrainedModel):
     def __init__(self, config: Glm4MoeConfig):
@@ -581,6 +583,7 @@ class Glm4MoeModel(Glm4MoePreTrainedModel):
         )
 
 
+@auxiliary_states  # opslot
 @auto_docstring
 class Glm4MoeForCausalLM(Glm4MoePreTrainedModel, GenerationMixin):
     cross_entropy_loss_op = OpSlot("cross_entropy_loss", "causal", check=loss_obstacle)  # opslot

@@ -52,6 +52,7 @@ from transformers.utils.output_capturing import capture_outputs
 from transformers.models.glm_moe_dsa.configuration_glm_moe_dsa import GlmMoeDsaConfig
 from opslot import OpSlot, guard_forward  # opslot
 from opslot_models.adoption import experts_obstacle, loss_obstacle, no_hub_kernels, own_loss  # opslot
+from opslot_models.auxiliary import auxiliary_states  # opslot
 
 
 @use_kernel_forward_from_hub("RMSNorm")
@@ -710,6 +711,7 @@ class GlmMoeDsaPreTrainedModel(PreTrainedModel):
             init.normal_(module.down_proj, mean=0.0, std=self.config.initializer_range)
 
 
+@auxiliary_states  # opslot
 @auto_docstring
 class GlmMoeDsaModel(GlmMoeDsaPreTrainedModel):
     def __init__(self, config: GlmMoeDsaConfig):
@@ -790,6 +792,7 @@ class GlmMoeDsaModel(GlmMoeDsaPreTrainedModel):
         )
 
 
+@auxiliary_states  # opslot
 @auto_docstring
 class GlmMoeDsaForCausalLM(GlmMoeDsaPreTrainedModel, GenerationMixin):
     cross_entropy_loss_op = OpSlot("cross_entropy_loss", "causal", check=loss_obstacle)  # opslot

@@ -40,6 +40,7 @@ from transformers.utils.output_capturing import capture_outputs
 from transformers.models.mistral.configuration_mistral import MistralConfig
 from opslot import OpSlot  # opslot
 from opslot_models.adoption import adopt_backbone, loss_obstacle, no_hub_kernels, own_loss  # opslot
+from opslot_models.auxiliary import auxiliary_states  # opslot
 
 
 class MistralMLP(nn.Module):
@@ -341,6 +342,7 @@ class MistralRotaryEmbedding(nn.Module):
         return cos.to(dtype=x.dtype), sin.to(dtype=x.dtype)
 
 
+@auxiliary_states  # opslot
 @auto_docstring
 class MistralModel(MistralPreTrainedModel):
     def __init__(self, config: MistralConfig):
@@ -415,6 +417,7 @@ class MistralModel(MistralPreTrainedModel):
         )
 
 
+@auxiliary_states  # opslot
 @auto_docstring
 class MistralForCausalLM(MistralPreTrainedModel, GenerationMixin):
     cross_entropy_loss_op = OpSlot("cross_entropy_loss", "causal", check=loss_obstacle)  # opslot

@@ -61,6 +61,7 @@ from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 from transformers.models.mixtral.configuration_mixtral import MixtralConfig
 from opslot import OpSlot, guard_forward  # opslot
 from opslot_models.adoption import adopt_backbone, experts_obstacle, loss_obstacle, no_hub_kernels, own_loss  # opslot
+from opslot_models.auxiliary import auxiliary_states  # opslot
 
 
 @guard_forward("moe_experts_op", "gate_up_proj", "down_proj")  # opslot: moe_experts/standard
@@ -429,6 +430,7 @@ class MixtralPreTrainedModel(PreTrainedModel):
             init.normal_(module.weight, mean=0.0, std=std)
 
 
+@auxiliary_states  # opslot
 @auto_docstring
 class MixtralModel(MixtralPreTrainedModel):
     def __init__(self, config: MixtralConfig):
@@ -574,6 +576,7 @@ def load_balancing_loss_func(
     return overall_loss * num_experts
 
 
+@auxiliary_states  # opslot
 @auto_docstring
 class MixtralForCausalLM(MixtralPreTrainedModel, GenerationMixin):
     load_balancing_loss_op = OpSlot("load_balancing_loss", "standard")  # opslot

@@ -48,6 +48,7 @@ from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 from transformers.models.olmoe.configuration_olmoe import OlmoeConfig
 from opslot import OpSlot, guard_forward  # opslot
 from opslot_models.adoption import experts_obstacle, loss_obstacle, no_hub_kernels, own_loss  # opslot
+from opslot_models.auxiliary import auxiliary_states  # opslot
 
 
 @use_kernel_forward_from_hub("RMSNorm")
@@ -454,6 +455,7 @@ class OlmoePreTrainedModel(PreTrainedModel):
             init.normal_(module.weight, mean=0.0, std=self.config.initializer_range)
 
 
+@auxiliary_states  # opslot
 @auto_docstring
 class OlmoeModel(OlmoePreTrainedModel):
     def __init__(self, config: OlmoeConfig):
@@ -599,6 +601,7 @@ def load_balancing_loss_func(
     return overall_loss * num_experts
 
 
+@auxiliary_states  # opslot
 @auto_docstring
 class OlmoeForCausalLM(OlmoePreTrainedModel, GenerationMixin):
     load_balancing_loss_op = OpSlot("load_balancing_loss", "standard")  # opslot

@@ -54,6 +54,7 @@ from transformers.utils.output_capturing import capture_outputs
 from transformers.models.phi3.configuration_phi3 import Phi3Config
 from opslot import OpSlot  # opslot
 from opslot_models.adoption import adopt_backbone, loss_obstacle, no_hub_kernels, own_loss  # opslot
+from opslot_models.auxiliary import auxiliary_states  # opslot
 
 
 class Phi3MLP(nn.Module):
@@ -372,6 +373,7 @@ class Phi3PreTrainedModel(PreTrainedModel):
     _version = "0.0.5"
 
 
+@auxiliary_states  # opslot
 @auto_docstring
 class Phi3Model(Phi3PreTrainedModel):
     def __init__(self, config: Phi3Config):
@@ -446,6 +448,7 @@ class Phi3Model(Phi3PreTrainedModel):
         )
 
 
+@auxiliary_states  # opslot
 @auto_docstring
 class Phi3ForCausalLM(Phi3PreTrainedModel, GenerationMixin):
     cross_entropy_loss_op = OpSlot("cross_entropy_loss", "causal", check=loss_obstacle)  # opslot

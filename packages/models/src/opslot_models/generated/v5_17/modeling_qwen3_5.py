@@ -82,6 +82,7 @@ from transformers.models.auto.modeling_auto import AutoModel
 from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5Config, Qwen3_5TextConfig, Qwen3_5VisionConfig
 from opslot import OpSlot  # opslot
 from opslot_models.adoption import adopt_backbone, loss_obstacle, no_hub_kernels, own_loss  # opslot
+from opslot_models.auxiliary import auxiliary_states  # opslot
 
 
 class Qwen3_5VisionRotaryEmbedding(nn.Module):
@@ -1279,6 +1280,7 @@ class Qwen3_5ModelOutputWithPast(BaseModelOutputWithPast):
     rope_deltas: torch.LongTensor | None = None
 
 
+@auxiliary_states  # opslot
 class Qwen3_5TextModel(Qwen3_5PreTrainedModel):
     config: Qwen3_5TextConfig
 
@@ -1367,6 +1369,7 @@ class Qwen3_5TextModel(Qwen3_5PreTrainedModel):
         )
 
 
+@auxiliary_states  # opslot
 @auto_docstring
 class Qwen3_5Model(Qwen3_5PreTrainedModel):
     base_model_prefix = "model"
@@ -1721,6 +1724,7 @@ class Qwen3_5Model(Qwen3_5PreTrainedModel):
         )
 
 
+@auxiliary_states  # opslot
 @auto_docstring
 class Qwen3_5ForCausalLM(Qwen3_5PreTrainedModel, GenerationMixin):
     cross_entropy_loss_op = OpSlot("cross_entropy_loss", "causal", check=loss_obstacle)  # opslot
@@ -1835,6 +1839,7 @@ class Qwen3_5CausalLMOutputWithPast(CausalLMOutputWithPast):
     rope_deltas: torch.LongTensor | None = None
 
 
+@auxiliary_states  # opslot
 class Qwen3_5ForConditionalGeneration(Qwen3_5PreTrainedModel, GenerationMixin):
     cross_entropy_loss_op = OpSlot("cross_entropy_loss", "causal", check=loss_obstacle)  # opslot
     _tied_weights_keys = {"lm_head.weight": "model.language_model.embed_tokens.weight"}

@@ -84,6 +84,7 @@ from transformers.models.auto.modeling_auto import AutoModel
 from transformers.models.qwen3_5_moe.configuration_qwen3_5_moe import Qwen3_5MoeConfig, Qwen3_5MoeTextConfig, Qwen3_5MoeVisionConfig
 from opslot import OpSlot, guard_forward  # opslot
 from opslot_models.adoption import adopt_backbone, experts_obstacle, loss_obstacle, no_hub_kernels, own_loss  # opslot
+from opslot_models.auxiliary import auxiliary_states  # opslot
 
 
 class Qwen3_5MoeVisionRotaryEmbedding(nn.Module):
@@ -1389,6 +1390,7 @@ class Qwen3_5MoeCausalLMOutputWithPast(CausalLMOutputWithPast):
     aux_loss: torch.FloatTensor | None = None
 
 
+@auxiliary_states  # opslot
 class Qwen3_5MoeTextModel(Qwen3_5MoePreTrainedModel):
     config: Qwen3_5MoeTextConfig
 
@@ -1477,6 +1479,7 @@ class Qwen3_5MoeTextModel(Qwen3_5MoePreTrainedModel):
         )
 
 
+@auxiliary_states  # opslot
 @auto_docstring
 class Qwen3_5MoeModel(Qwen3_5MoePreTrainedModel):
     base_model_prefix = "model"
@@ -1900,6 +1903,7 @@ def load_balancing_loss_func(
     return overall_loss * num_experts
 
 
+@auxiliary_states  # opslot
 @auto_docstring
 class Qwen3_5MoeForCausalLM(Qwen3_5MoePreTrainedModel, GenerationMixin):
     load_balancing_loss_op = OpSlot("load_balancing_loss", "standard")  # opslot
@@ -2029,6 +2033,7 @@ class Qwen3_5MoeForCausalLM(Qwen3_5MoePreTrainedModel, GenerationMixin):
         )
 
 
+@auxiliary_states  # opslot
 class Qwen3_5MoeForConditionalGeneration(Qwen3_5MoePreTrainedModel, GenerationMixin):
     load_balancing_loss_op = OpSlot("load_balancing_loss", "standard")  # opslot
     cross_entropy_loss_op = OpSlot("cross_entropy_loss", "causal", check=loss_obstacle)  # opslot

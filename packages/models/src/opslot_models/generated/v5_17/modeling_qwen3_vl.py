@@ -69,6 +69,7 @@ from transformers.models.auto.modeling_auto import AutoModel
 from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLConfig, Qwen3VLTextConfig, Qwen3VLVisionConfig
 from opslot import OpSlot  # opslot
 from opslot_models.adoption import adopt_backbone, loss_obstacle, no_hub_kernels, own_loss  # opslot
+from opslot_models.auxiliary import auxiliary_states  # opslot
 
 
 @auto_docstring
@@ -774,6 +775,7 @@ class Qwen3VLVisionModel(Qwen3VLPreTrainedModel):
         )
 
 
+@auxiliary_states  # opslot
 @auto_docstring(
     custom_intro=(
         "Text part of Qwen3VL, "
@@ -899,6 +901,7 @@ class Qwen3VLTextModel(Qwen3VLPreTrainedModel):
         return hidden_states
 
 
+@auxiliary_states  # opslot
 @auto_docstring
 class Qwen3VLModel(Qwen3VLPreTrainedModel):
     base_model_prefix = "model"
@@ -1295,6 +1298,7 @@ class Qwen3VLCausalLMOutputWithPast(CausalLMOutputWithPast):
     rope_deltas: torch.LongTensor | None = None
 
 
+@auxiliary_states  # opslot
 class Qwen3VLForConditionalGeneration(Qwen3VLPreTrainedModel, GenerationMixin):
     cross_entropy_loss_op = OpSlot("cross_entropy_loss", "causal", check=loss_obstacle)  # opslot
     _tied_weights_keys = {"lm_head.weight": "model.language_model.embed_tokens.weight"}

@@ -53,6 +53,7 @@ from transformers.utils.output_capturing import capture_outputs
 from transformers.models.seed_oss.configuration_seed_oss import SeedOssConfig
 from opslot import OpSlot  # opslot
 from opslot_models.adoption import adopt_backbone, loss_obstacle, no_hub_kernels, own_loss  # opslot
+from opslot_models.auxiliary import auxiliary_states  # opslot
 
 
 @use_kernel_forward_from_hub("RMSNorm")
@@ -369,6 +370,7 @@ class SeedOssRotaryEmbedding(nn.Module):
         return cos.to(dtype=x.dtype), sin.to(dtype=x.dtype)
 
 
+@auxiliary_states  # opslot
 @auto_docstring
 class SeedOssModel(SeedOssPreTrainedModel):
     def __init__(self, config: SeedOssConfig):
@@ -443,6 +445,7 @@ class SeedOssModel(SeedOssPreTrainedModel):
         )
 
 
+@auxiliary_states  # opslot
 @auto_docstring
 class SeedOssForCausalLM(SeedOssPreTrainedModel, GenerationMixin):
     cross_entropy_loss_op = OpSlot("cross_entropy_loss", "causal", check=loss_obstacle)  # opslot

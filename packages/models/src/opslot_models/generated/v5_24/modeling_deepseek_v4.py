@@ -50,6 +50,7 @@ from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 from transformers.models.deepseek_v4.configuration_deepseek_v4 import DeepseekV4Config
 from opslot import OpSlot, guard_forward  # opslot
 from opslot_models.adoption import experts_obstacle, keys_in_mask, loss_obstacle, no_hub_kernels, own_loss, runs_sparse  # opslot
+from opslot_models.auxiliary import auxiliary_states  # opslot
 
 
 @use_kernel_forward_from_hub("RMSNorm")
@@ -1362,6 +1363,7 @@ class DeepseekV4PreTrainedModel(PreTrainedModel):
                 init.copy_(getattr(module, f"{layer_type}_original_inv_freq"), curr_inv_freq)
 
 
+@auxiliary_states  # opslot
 @auto_docstring
 class DeepseekV4Model(DeepseekV4PreTrainedModel):
     def __init__(self, config: DeepseekV4Config):
@@ -1511,6 +1513,7 @@ def load_balancing_loss_func(
     return overall_loss * num_experts
 
 
+@auxiliary_states  # opslot
 @auto_docstring
 class DeepseekV4ForCausalLM(DeepseekV4PreTrainedModel, GenerationMixin):
     load_balancing_loss_op = OpSlot("load_balancing_loss", "standard")  # opslot

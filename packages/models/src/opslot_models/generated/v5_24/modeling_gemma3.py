@@ -67,6 +67,7 @@ from transformers.models.auto import AutoModel
 from transformers.models.gemma3.configuration_gemma3 import Gemma3Config, Gemma3TextConfig
 from opslot import OpSlot  # opslot
 from opslot_models.adoption import adopt_backbone, loss_obstacle, no_hub_kernels, own_loss  # opslot
+from opslot_models.auxiliary import auxiliary_states  # opslot
 
 
 logger = logging.get_logger(__name__)
@@ -478,6 +479,7 @@ def _bidirectional_window_overlay(sliding_window: int) -> Callable[[int, int, in
     return inner_mask
 
 
+@auxiliary_states  # opslot
 @auto_docstring
 class Gemma3TextModel(Gemma3PreTrainedModel):
     config: Gemma3TextConfig
@@ -576,6 +578,7 @@ class Gemma3TextModel(Gemma3PreTrainedModel):
         )
 
 
+@auxiliary_states  # opslot
 @auto_docstring
 class Gemma3ForCausalLM(Gemma3PreTrainedModel, GenerationMixin):
     cross_entropy_loss_op = OpSlot("cross_entropy_loss", "causal", check=loss_obstacle)  # opslot
@@ -778,6 +781,7 @@ def create_masks_for_vision_model(
     }
 
 
+@auxiliary_states  # opslot
 @auto_docstring(
     custom_intro="""
     The Base Gemma3 model which consists of a vision backbone and a language model without language modeling head.,
@@ -935,6 +939,7 @@ class Gemma3Model(Gemma3PreTrainedModel):
         return Gemma3ModelOutputWithPast(**outputs, image_outputs=mm_encoder_outputs.get("image"))
 
 
+@auxiliary_states  # opslot
 @auto_docstring(
     custom_intro="""
     The Base Gemma3 model which consists of a vision backbone and a language model without language modeling head.,

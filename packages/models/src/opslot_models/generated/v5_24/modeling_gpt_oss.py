@@ -52,6 +52,7 @@ from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 from transformers.models.gpt_oss.configuration_gpt_oss import GptOssConfig
 from opslot import OpSlot, guard_forward  # opslot
 from opslot_models.adoption import adopt_backbone, experts_obstacle, loss_obstacle, no_hub_kernels, own_loss  # opslot
+from opslot_models.auxiliary import auxiliary_states  # opslot
 
 
 @use_kernel_forward_from_hub("RMSNorm")
@@ -433,6 +434,7 @@ class GptOssPreTrainedModel(PreTrainedModel):
             init.normal_(module.bias, mean=0.0, std=std)
 
 
+@auxiliary_states  # opslot
 @auto_docstring
 class GptOssModel(GptOssPreTrainedModel):
     def __init__(self, config: GptOssConfig):
@@ -584,6 +586,7 @@ def load_balancing_loss_func(
     return overall_loss * num_experts
 
 
+@auxiliary_states  # opslot
 @auto_docstring
 class GptOssForCausalLM(GptOssPreTrainedModel, GenerationMixin):
     load_balancing_loss_op = OpSlot("load_balancing_loss", "standard")  # opslot

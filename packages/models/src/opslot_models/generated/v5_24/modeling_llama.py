@@ -54,6 +54,7 @@ from transformers.utils.output_capturing import capture_outputs
 from transformers.models.llama.configuration_llama import LlamaConfig
 from opslot import OpSlot  # opslot
 from opslot_models.adoption import adopt_backbone, loss_obstacle, no_hub_kernels, own_loss  # opslot
+from opslot_models.auxiliary import auxiliary_states  # opslot
 
 
 logger = logging.get_logger(__name__)
@@ -358,6 +359,7 @@ class LlamaPreTrainedModel(PreTrainedModel):
     }
 
 
+@auxiliary_states  # opslot
 @auto_docstring
 class LlamaModel(LlamaPreTrainedModel):
     def __init__(self, config: LlamaConfig):
@@ -433,6 +435,7 @@ class LlamaModel(LlamaPreTrainedModel):
         )
 
 
+@auxiliary_states  # opslot
 @auto_docstring
 class LlamaForCausalLM(LlamaPreTrainedModel, GenerationMixin):
     cross_entropy_loss_op = OpSlot("cross_entropy_loss", "causal", check=loss_obstacle)  # opslot

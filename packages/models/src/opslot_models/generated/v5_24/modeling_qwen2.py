@@ -40,6 +40,7 @@ from transformers.utils.output_capturing import capture_outputs
 from transformers.models.qwen2.configuration_qwen2 import Qwen2Config
 from opslot import OpSlot  # opslot
 from opslot_models.adoption import adopt_backbone, loss_obstacle, no_hub_kernels, own_loss  # opslot
+from opslot_models.auxiliary import auxiliary_states  # opslot
 
 
 class Qwen2MLP(nn.Module):
@@ -335,6 +336,7 @@ class Qwen2PreTrainedModel(PreTrainedModel):
     }
 
 
+@auxiliary_states  # opslot
 @auto_docstring
 class Qwen2Model(Qwen2PreTrainedModel):
     def __init__(self, config: Qwen2Config):
@@ -421,6 +423,7 @@ class Qwen2Model(Qwen2PreTrainedModel):
         )
 
 
+@auxiliary_states  # opslot
 @auto_docstring
 class Qwen2ForCausalLM(Qwen2PreTrainedModel, GenerationMixin):
     cross_entropy_loss_op = OpSlot("cross_entropy_loss", "causal", check=loss_obstacle)  # opslot

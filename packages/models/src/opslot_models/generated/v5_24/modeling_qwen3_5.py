@@ -81,6 +81,7 @@ from transformers.models.auto import AutoModel
 from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5Config, Qwen3_5TextConfig, Qwen3_5VisionConfig
 from opslot import OpSlot  # opslot
 from opslot_models.adoption import adopt_backbone, loss_obstacle, no_hub_kernels, own_loss  # opslot
+from opslot_models.auxiliary import auxiliary_states  # opslot
 
 
 class Qwen3_5VisionRotaryEmbedding(nn.Module):
@@ -1260,6 +1261,7 @@ class Qwen3_5VisionModel(Qwen3_5PreTrainedModel):
         )
 
 
+@auxiliary_states  # opslot
 class Qwen3_5TextModel(Qwen3_5PreTrainedModel):
     config: Qwen3_5TextConfig
 
@@ -1349,6 +1351,7 @@ class Qwen3_5TextModel(Qwen3_5PreTrainedModel):
         )
 
 
+@auxiliary_states  # opslot
 @auto_docstring
 class Qwen3_5Model(Qwen3_5PreTrainedModel):
     base_model_prefix = "model"
@@ -1712,6 +1715,7 @@ class Qwen3_5Model(Qwen3_5PreTrainedModel):
         )
 
 
+@auxiliary_states  # opslot
 @auto_docstring
 class Qwen3_5ForCausalLM(Qwen3_5PreTrainedModel, GenerationMixin):
     cross_entropy_loss_op = OpSlot("cross_entropy_loss", "causal", check=loss_obstacle)  # opslot
@@ -1809,6 +1813,7 @@ class Qwen3_5ForTokenClassification(GenericForTokenClassification, Qwen3_5PreTra
     config: Qwen3_5Config
 
 
+@auxiliary_states  # opslot
 class Qwen3_5ForConditionalGeneration(Qwen3_5PreTrainedModel, GenerationMixin):
     cross_entropy_loss_op = OpSlot("cross_entropy_loss", "causal", check=loss_obstacle)  # opslot
     _tied_weights_keys = {"lm_head.weight": "model.language_model.embed_tokens.weight"}

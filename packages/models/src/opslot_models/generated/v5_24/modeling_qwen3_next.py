@@ -62,6 +62,7 @@ from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 from transformers.models.qwen3_next.configuration_qwen3_next import Qwen3NextConfig
 from opslot import OpSlot, guard_forward  # opslot
 from opslot_models.adoption import adopt_backbone, experts_obstacle, loss_obstacle, no_hub_kernels, own_loss  # opslot
+from opslot_models.auxiliary import auxiliary_states  # opslot
 
 
 # NOTE: the FLA package does not re-cast to `input_dtype` in its implementation, maybe we should do the same
@@ -1029,6 +1030,7 @@ class Qwen3NextPreTrainedModel(PreTrainedModel):
             init.normal_(module.gate.weight, mean=0.0, std=self.config.initializer_range)
 
 
+@auxiliary_states  # opslot
 class Qwen3NextModel(Qwen3NextPreTrainedModel):
     def __init__(self, config: Qwen3NextConfig):
         super().__init__(config)
@@ -1179,6 +1181,7 @@ def load_balancing_loss_func(
     return overall_loss * num_experts
 
 
+@auxiliary_states  # opslot
 @auto_docstring
 class Qwen3NextForCausalLM(Qwen3NextPreTrainedModel, GenerationMixin):
     load_balancing_loss_op = OpSlot("load_balancing_loss", "standard")  # opslot

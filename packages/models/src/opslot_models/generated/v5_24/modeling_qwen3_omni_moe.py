@@ -85,6 +85,7 @@ from transformers.models.qwen3_omni_moe.configuration_qwen3_omni_moe import (
 )
 from opslot import OpSlot, guard_forward  # opslot
 from opslot_models.adoption import codec_head_loss_obstacle, experts_obstacle, loss_obstacle, no_hub_kernels, own_loss  # opslot
+from opslot_models.auxiliary import auxiliary_states  # opslot
 
 
 logger = logging.get_logger(__name__)
@@ -1651,6 +1652,7 @@ class Qwen3OmniMoeTextRMSNorm(nn.Module):
         return f"{tuple(self.weight.shape)}, eps={self.variance_epsilon}"
 
 
+@auxiliary_states  # opslot
 @auto_docstring(
     custom_intro=(
         "Text part of Qwen3OmniMoeThinker, "
@@ -1782,6 +1784,7 @@ class Qwen3OmniMoeThinkerTextModel(Qwen3OmniMoePreTrainedModel):
         return hidden_states
 
 
+@auxiliary_states  # opslot
 @auto_docstring(
     custom_intro="""
     The Qwen2.5OmniThinker model which consists of an audio backbone and a language model.
@@ -2192,6 +2195,7 @@ def load_balancing_loss_func(
     return overall_loss * num_experts
 
 
+@auxiliary_states  # opslot
 class Qwen3OmniMoeThinkerForConditionalGeneration(
     Qwen3OmniMoePreTrainedModelForConditionalGeneration, GenerationMixin
 ):
