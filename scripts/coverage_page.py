@@ -60,35 +60,38 @@ def family(spec: ModelSpec, sets: list[str]) -> list[str]:
     unguarded = [f"- `{target}` has no guard for what it {reason}" for target, reason in spec.unguarded]
     places = [guard_lines(spec, name) for name in sets]
     for guard in sorted(spec.guards, key=lambda guard: (guard.slot.marker, guard.site)):
-        links = [link(spec, name, lines_of[guard.site]) for name, lines_of in zip(sets, places, strict=True)]
+        links = [link(spec, name, lines_of.get(guard.site)) for name, lines_of in zip(sets, places, strict=True)]
         cells = [f"`{guard.slot.marker}`", f"`{site(guard)}`", *links, kernels(guard)]
         lines.append(f"| {' | '.join(cells)} |")
     return [*lines, *(["", *unguarded] if unguarded else [])]
 
 
 def guard_lines(spec: ModelSpec, name: str) -> dict[str, int]:
-    """The line of each guard's marker in a generated file. A class has one guard an op, so class and op identify it."""
+    """The line of each guard's marker in a generated file. Those of one op in one class are specified in its order."""
     text = (GENERATED / name / f"modeling_{spec.family}.py").read_text(encoding="utf-8")
-    found: dict[tuple[str, str], int] = {}
+    found: dict[tuple[str, str], list[int]] = {}
     owner, pending = "", []
     for number, line in enumerate(text.splitlines(), start=1):
         if opened := re.match(r"class (\w+)", line):
             owner = opened[1]
-            found.update({(owner, slot): above for slot, above in pending})
+            found.update({(owner, slot): [above] for slot, above in pending})
             pending = []
         if marked := MARKER.search(line):
             if line.startswith("@"):  # a decorator stands above the class that it guards
                 pending.append((marked[1], number))
             else:
-                found[owner, marked[1]] = number
-    return {guard.site: found[guard.target.partition(".")[0], guard.slot.marker] for guard in spec.guards}
+                found.setdefault((owner, marked[1]), []).append(number)
+    guards = spec.at(release(name)).guards
+    return {guard.site: found[guard.target.partition(".")[0], guard.slot.marker].pop(0) for guard in guards}
 
 
 def site(guard: Guard) -> str:
     return guard.site if "." in guard.target else f"{guard.target}.forward, from outside its decorators"
 
 
-def link(spec: ModelSpec, name: str, line: int) -> str:
+def link(spec: ModelSpec, name: str, line: int | None) -> str:
+    if line is None:
+        return "none: other maths there"
     path = (GENERATED / name / f"modeling_{spec.family}.py").relative_to(ROOT)
     return f"[{line}](../{path.as_posix()}#L{line})"
 

@@ -366,6 +366,49 @@ def test_every_result_and_every_argument_counts(known, make_kernel, kernel, uses
     assert [reason[: len(missed)] for reason in reasons(proof)] == ([missed] if missed else [])
 
 
+@pytest.mark.parametrize("uses", [lambda a, b: a, lambda a, b: a.detach() + b])
+def test_a_result_that_may_be_stored_need_not_be_trained_through(known, make_kernel, uses):
+    contract = opslot.OpContract(
+        op="pair", variant="standard", summary="two", reference=pair, samples=pair_samples, tolerances={}, stored=(1,)
+    )
+    known.add(Backend(api=1, contracts=(contract,), kernels=(make_kernel("two", "pair", target=pair),)), "more")
+    model = Pair(uses)
+    binding = bind(model, {"pair": "two"}, device="cpu", registry=known)
+    with binding.proof() as proof:
+        step(model, torch.ones(4, requires_grad=True))
+    assert [reason[: len(ONE)] for reason in reasons(proof)] == ([ONE] if uses(torch.ones(1), 1).item() > 1 else [])
+
+
+def largest(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return (x * weight).topk(2).indices
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_indices_have_no_gradient_to_miss(known, make_kernel, grad):
+    contract = opslot.OpContract(
+        op="pair", variant="standard", summary="two", reference=largest, samples=pair_samples, tolerances={}
+    )
+    known.add(Backend(api=1, contracts=(contract,), kernels=(make_kernel("two", "pair", target=largest),)), "more")
+
+    class Chooses(torch.nn.Module):
+        pair_op = OpSlot("pair")
+
+        def forward(self, x):
+            with torch.set_grad_enabled(grad):
+                chosen = self.pair_op.kernel(x, x)
+            return x[chosen]
+
+    model = Chooses()
+    binding = bind(model, {"pair": "two"}, device="cpu", registry=known)
+    with binding.proof() as proof:
+        step(model, torch.ones(4, requires_grad=True))
+    proof.check()
+    with binding.proof() as proof:
+        pass
+    assert len(proof.misses()) == 1
+
+
 def half(x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return x * 2, weight.detach() * 2
 

@@ -16,6 +16,12 @@ def both(config, architecture=None, ops="eager"):
     return upstream, build_foundation_model(config, ops, architecture=architecture, device="cpu")
 
 
+def stock(config):
+    """Upstream's model with a language model's head, the same weights at each call."""
+    torch.manual_seed(0)
+    return getattr(transformers, language_model(config))._from_config(config)
+
+
 def language_model(config):
     name = type(config).__name__.removesuffix("Config").removesuffix("Text")
     return next(

@@ -9,14 +9,11 @@ from peft import LoraConfig, get_peft_model
 from torch.nn.utils import parametrize
 from transformers import AutoModelForCausalLM
 
+from packages.models.tests.parity import stock
+
 every_family = pytest.mark.parametrize("family", families())
 FUSED_LOSS = {"cross_entropy_loss": "chunk_loss", "default": "eager"}
 EXPERTS = {"moe_experts": "torch", "default": "eager"}
-
-
-def stock(config):
-    torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(config)
 
 
 def row_of(binding, op):
@@ -26,7 +23,7 @@ def row_of(binding, op):
 
 def router_off(config):
     """So that the loss is what the loss function gives and nothing is added."""
-    return {"output_router_logits": False} if hasattr(config, "output_router_logits") else {}
+    return {"output_router_logits": False} if hasattr(config.get_text_config(), "output_router_logits") else {}
 
 
 def own_loss(logits, labels, vocab_size, **kwargs):

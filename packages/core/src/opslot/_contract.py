@@ -93,6 +93,7 @@ class OpContract:
     aliases: tuple[str, ...] = ()
     activation: Target | None = None
     runs_when: str = ""
+    stored: tuple[int, ...] = ()
     refused: Target | None = None
     rows: Mapping[str, int] = field(default_factory=dict)
     packed: Mapping[str, int] = field(default_factory=dict)
@@ -112,6 +113,8 @@ class OpContract:
         for text in (self.summary, self.prefix, self.runs_when):
             if not isinstance(text, str):
                 raise SpecError(f"contract {self}: summary, prefix and runs_when must be strings, got {text!r}")
+        if not isinstance(self.stored, tuple) or not all(type(number) is int for number in self.stored):
+            raise SpecError(f"contract {self}: stored must be a tuple of numbers of results, got {self.stored!r}")
         if not isinstance(self.tolerances, Mapping) or not all(
             isinstance(dtype, str) and isinstance(limit, Tolerance) for dtype, limit in self.tolerances.items()
         ):

@@ -172,12 +172,16 @@ def _missed(write: "Write", counts: Sequence[int], idle: bool, backward: bool) -
         if not counts[_MODULE]:
             called = "its module was called only without gradients (no_grad), and did not call the kernel"
         return f"{called}. It runs when {write.contract.runs_when}" if write.contract.runs_when else called
-    if backward and counts[_DUE] and not counts[_RECORDED]:
+    missed = _missed_backward(write.contract, counts) if backward else ""
+    # Indices that an op chooses have no gradient, with any kernel.
+    return missed if missed and any(_given(write.contract).values()) else ""
+
+
+def _missed_backward(contract: OpContract, counts: Sequence[int]) -> str:
+    if counts[_DUE] and not counts[_RECORDED]:
         return "its result carries no gradient although an input requires one: training would stop there"
-    if not backward:
-        return ""
     if counts[_BACKWARD]:
-        return _lost(write.contract, counts)
+        return _lost(contract, counts)
     if not counts[_KERNEL]:
         return "it ran only without gradients (no_grad, inference_mode), so there was no backward"
     if not counts[_DUE]:
@@ -191,7 +195,8 @@ def _lost(contract: OpContract, counts: Sequence[int]) -> str:
     """Which of the gradients that the reference gives did not come, where some did."""
     names = tuple(contract.signature().parameters)
     results = [item for item in range(_WIDTH) if counts[_place(0, item) + _THERE]]
-    stuck = [item for item in results if counts[_place(0, item) + _WANTED] and not counts[_place(0, item) + _CAME]]
+    used = [item for item in results if item not in contract.stored]
+    stuck = [item for item in used if counts[_place(0, item) + _WANTED] and not counts[_place(0, item) + _CAME]]
     if stuck:
         return (
             f"no gradient came back through its result {stuck[0]}: nothing differentiated uses it, or what uses it was "

@@ -262,6 +262,7 @@ CONTRACTS = (
         reference=chunk_gated_delta_rule,
         samples=samples,
         refused=refused,
+        stored=(1,),
         # The reference rounds results alone. A fused kernel may keep in the dtype what it multiplies next: normalised
         # query and key, the inverse of the triangular system, what is written and what is read, the state, and
         # attention; and then its result. That is eight in a row, which the matrix products average. The longest sums

@@ -66,7 +66,7 @@ SPEC = ModelSpec(
         causal_loss("DeepseekV4"),
     ),
     unguarded=(
-        ("DeepseekV4Attention.forward", "rotates: neighbours, in place, in the last part of one tensor"),
+        ("DeepseekV4Attention.forward", "rotates: neighbours stay neighbours, in the last part of one tensor"),
         ("DeepseekV4CSACompressor.forward", "compresses: windows with buffers and a cache"),
         ("DeepseekV4HCACompressor.forward", "compresses: windows with buffers and a cache"),
     ),
