@@ -6,9 +6,22 @@ import types
 import opslot
 import pytest
 import torch
-from opslot import BindError
-from opslot_models import adopt, families
-from transformers import AutoModelForCausalLM, Qwen3MoeForCausalLM, Trainer, TrainingArguments
+from opslot import BindError, OpslotError
+from opslot_models import Left, adopt, families
+from opslot_models import adoption as adoption_module
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3ForConditionalGeneration,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Qwen3MoeForCausalLM,
+    SiglipVisionModel,
+    Trainer,
+    TrainingArguments,
+)
+
+SMALL = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_local_experts": 2}
+SMALL |= {"num_attention_heads": 2, "num_key_value_heads": 1}
 
 every_family = pytest.mark.parametrize("family", families())
 
@@ -85,15 +98,170 @@ def test_a_forward_set_before_is_refused_by_name_and_nothing_is_swapped(config):
     assert {type(m).__module__.split(".")[0] for m in model.modules()} == {"torch", "transformers"}
 
 
-def test_a_users_subclass_keeps_its_class_and_is_named(config):
-    class Mine(Qwen3MoeForCausalLM):
-        pass
+class Plain(Qwen3MoeForCausalLM):
+    def helper(self):
+        return 1
 
+
+class Overriding(Qwen3MoeForCausalLM):
+    def forward(self, *args, **kwargs):
+        return super().forward(*args, **kwargs)
+
+
+OWN_CODE = "a class derived from Qwen3MoeForCausalLM keeps its own code, and so has no slots for "
+LOSSES = "cross_entropy_loss, load_balancing_loss"
+
+
+@pytest.mark.parametrize(
+    ("cls", "reason"),
+    [
+        (Plain, OWN_CODE + LOSSES),
+        (Overriding, f"it overrides forward of Qwen3MoeForCausalLM, where a kernel of {LOSSES} would run"),
+    ],
+)
+def test_a_users_subclass_keeps_its_class_and_is_named_with_the_reason(config, batch, cls, reason):
     torch.manual_seed(0)
-    adoption = adopt(Mine(config()), device="cpu")
-    assert adoption.left == ("the model (Mine)",)
-    assert "left as they are, without slots: the model (Mine)" in str(adoption)
-    assert "cross_entropy_loss" not in {row.op for row in adoption.binding.rows}
+    model = cls(config())
+    adoption = adopt(model, device="cpu")
+    assert type(model) is cls
+    assert adoption.left == (Left("", cls.__name__, reason),)
+    assert f"left as they are, without slots:\n    the model ({cls.__name__}): {reason}" in str(adoption)
+    assert not {"cross_entropy_loss", "load_balancing_loss"} & {row.op for row in adoption.binding.rows}
+    torch.testing.assert_close(model(**batch).loss, stock(config())(**batch).loss)
+
+
+def derived(module, *overridden):
+    """Give a module a class of a user's that derives from its own."""
+    module.__class__ = type("Mine", (type(module),), {name: lambda self, *args: None for name in overridden})
+
+
+def test_reasons_tell_where_a_users_code_stands_in_the_way(config):
+    model = stock(config())
+    layers = model.model.layers
+    derived(layers[0])
+    derived(layers[0].mlp.experts, "forward")
+    derived(layers[1].mlp, "forward")
+    derived(layers[2].self_attn.q_norm, "extra_repr")
+    reasons = {one.name: one.reason for one in adopt(model, "eager", device="cpu").left}
+    own = "a class derived from Qwen3Moe{} keeps its own code"
+    overrides = "it overrides forward of Qwen3Moe{}, where a kernel of {} would run"
+    assert reasons == {
+        "model.layers.0": own.format("DecoderLayer") + "; there is no slot in that class",
+        "model.layers.0.mlp.experts": overrides.format("Experts", "moe_experts"),
+        "model.layers.1.mlp": overrides.format("MLP", "glu"),
+        "model.layers.2.self_attn.q_norm": own.format("RMSNorm") + ", and so has no slots for rms_norm",
+    }
+
+
+def remote(cls):
+    """A class as transformers makes one of a checkpoint's own code."""
+    return type(cls.__name__, (cls,), {"__module__": "transformers_modules.acme.model.modeling_acme"})
+
+
+def test_code_of_a_checkpoint_is_left_and_alone_it_is_refused(config):
+    model = stock(config())
+    model.__class__ = remote(Qwen3MoeForCausalLM)
+    reason = "the code of the checkpoint (trust_remote_code) runs, of which nothing is generated"
+    assert adopt(model, device="cpu").left == (Left("", "Qwen3MoeForCausalLM", reason),)
+    alone = torch.nn.Sequential(remote(torch.nn.Linear)(2, 2))
+    with pytest.raises(BindError, match=r"no module of a generated family; .*\. 0 \(Linear\): the code of the checkp"):
+        adopt(alone)
+
+
+def test_the_families_of_a_model_that_are_not_served_are_left_with_their_refusal(config, monkeypatch):
+    from opslot_models import _families
+
+    served = _families._served
+
+    def refuse(family):
+        return _families._Refusal("mixtral: its maths changed") if family == "mixtral" else served(family)
+
+    monkeypatch.setattr(_families, "_served", refuse)
+    mixtral = MixtralForCausalLM(MixtralConfig(**SMALL))
+    model = torch.nn.ModuleList([stock(config()), mixtral])
+    left = adopt(model, "eager", device="cpu").left
+    assert {one.name.partition(".")[0] for one in left} == {"1"}
+    assert {one.reason for one in left} == {"mixtral: its maths changed"}
+    assert len(left) == sum("transformers.models" in type(module).__module__ for module in mixtral.modules())
+    with pytest.raises(OpslotError, match="its maths changed"):
+        adopt(MixtralForCausalLM(MixtralConfig(**SMALL)), "eager", device="cpu")
+
+
+def test_a_class_that_something_put_into_upstreams_file_is_left(config, monkeypatch):
+    from transformers.models.qwen3_moe import modeling_qwen3_moe as upstream
+
+    extra = type("Extra", (torch.nn.Module,), {"__module__": upstream.__name__})
+    model = stock(config())
+    model.extra = extra()
+    (left,) = adopt(model, "eager", device="cpu").left
+    assert left == Left("extra", "Extra", "the generated module has no class for Extra as it is here")
+
+
+def test_images_and_text_in_one_model(images, deterministic):
+    """The text model and the projector get slots; SigLIP, which is not generated, is listed in one line."""
+    config, batch = images
+    torch.manual_seed(0)
+    expected = Gemma3ForConditionalGeneration(config)
+    model = copy.deepcopy(expected)
+    adoption = adopt(model, "eager", device="cpu")
+    tower = [one for one in adoption.left if not one.name.startswith("model.vision_tower")]
+    assert tower == []
+    assert {one.reason for one in adoption.left} == {"no family siglip is generated"}
+    more = len(adoption.left) - 1
+    line = f"    model.vision_tower (SiglipVisionModel) and {more} more: no family siglip is generated"
+    assert str(adoption).splitlines()[-1] == line
+    named = {name for name, module in expected.named_modules() if "siglip" in type(module).__module__}
+    assert {one.name for one in adoption.left} == named
+    labels = batch["input_ids"].masked_fill(batch["input_ids"] == 90, -100)
+    for one in (expected, model):
+        one(**batch, labels=labels).loss.backward()
+    assert torch.equal(model(**batch).logits, expected(**batch).logits)
+    for (name, a), b in zip(expected.named_parameters(), model.parameters(), strict=True):
+        assert (a.grad is None) == (b.grad is None), name
+        assert a.grad is None or torch.equal(a.grad, b.grad), name
+    adopt(model, {"cross_entropy_loss": "chunk_loss", "default": "eager"}, device="cpu")
+    loss = model(**batch, labels=labels).loss
+    torch.testing.assert_close(loss, expected(**batch, labels=labels).loss, rtol=1e-5, atol=1e-6)
+
+
+def state(model):
+    configs = [module.config for module in model.modules() if hasattr(module, "config")]
+    attention = [(id(config), config._attn_implementation) for config in configs]
+    return [(type(module), dict(vars(module))) for module in model.modules()], attention
+
+
+@pytest.mark.parametrize("place", ["the last swap", "the attention of the last tower", "the bind"])
+def test_a_failure_in_one_tower_takes_everything_back(images, monkeypatch, place):
+    config, _ = images
+    config.vision_config._attn_implementation = "eager"
+    model = Gemma3ForConditionalGeneration(config)
+    model.second = Gemma3ForConditionalGeneration(copy.deepcopy(config))
+    before = state(model)
+    ops = {"default": "auto", "attn_implementation": "flex_attention"}
+    if place == "the last swap":
+        do = adoption_module.Swap.do
+
+        def fail(swap):
+            do(swap)
+            if swap.name == "second.model.language_model.rotary_emb":
+                raise RuntimeError("planted")
+
+        monkeypatch.setattr(adoption_module.Swap, "do", fail)
+    elif place == "the attention of the last tower":
+
+        def refuse(self, *args, **kwargs):
+            raise RuntimeError("planted")
+
+        monkeypatch.setattr(SiglipVisionModel, "get_correct_attn_implementation", refuse)
+    else:
+        model.second.lm_head.register_forward_hook(lambda *args: None)
+        before = state(model)
+        ops["cross_entropy_loss"] = "chunk_loss"
+    with pytest.raises((RuntimeError, BindError), match=r"planted|second cannot use kernel .* its head has hooks"):
+        adopt(model, ops, device="cpu")
+    assert state(model) == before
+    monkeypatch.undo()
+    adopt(model, "eager", device="cpu")
 
 
 class OtherNorm(torch.nn.Module):

@@ -185,8 +185,12 @@ def _place(swap: Swap) -> str:
 
 
 def _refuse_own_forward(swap: Swap, why: str) -> None:
-    if "forward" in vars(swap.module):
-        raise BindError(f"{_place(swap)} has a forward of its own ({vars(swap.module)['forward']!r}), {why}")
+    forward = vars(swap.module).get("forward")
+    if forward is not None:
+        # Not its repr: that of a bound method prints the whole model.
+        function = getattr(forward, "func", forward)
+        named = getattr(function, "__qualname__", type(function).__name__)
+        raise BindError(f"{_place(swap)} has a forward of its own ({named}), {why}")
 
 
 # By name: none of them need be installed, and importing them costs.
