@@ -203,14 +203,7 @@ def work(rank, port, folder, results):
     dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD, timeout=timedelta(seconds=60))
     scenarios = {"fsdp2": fsdp2(), "head": head_alone(), "tp": tensor_parallel(), "both": both()}
     scenarios["plan"] = transformers_plan(f"{folder}/checkpoint")
-    import time
-    said = {}
-    print("start", time.process_time(), flush=True)
-    for name, scenario in scenarios.items():
-        said[name] = {}
-        for k, v in scenario:
-            said[name][k] = v
-            print(name, k, time.process_time(), flush=True)
+    said = {name: dict(scenario) for name, scenario in scenarios.items()}
     torch.save(said, f"{folder}/{rank}")
     results.put(rank)
     dist.barrier()  # the rank with the store leaves last

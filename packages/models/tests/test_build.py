@@ -37,10 +37,16 @@ def keys(folder):
         return set(file.keys())
 
 
+PER_EXPERT = {
+    "mixtral": "model.layers.0.block_sparse_moe.experts.5.w1.weight",
+    "qwen3_moe": "model.layers.0.mlp.experts.5.gate_proj.weight",
+}
+
+
 @pytest.mark.parametrize("family", families())
 def test_a_hub_checkpoint_loads_whole_and_saves_back_in_the_same_layout(family, checkpoint, tmp_path, batch):
-    if family == "qwen3_moe":
-        assert "model.layers.0.mlp.experts.5.gate_proj.weight" in keys(checkpoint)
+    if family in PER_EXPERT:
+        assert PER_EXPERT[family] in keys(checkpoint)
     model = build_foundation_model(checkpoint, "eager", device="cpu").eval()
     stock = AutoModelForCausalLM.from_pretrained(checkpoint).eval()
     assert torch.equal(model(batch["input_ids"]).logits, stock(batch["input_ids"]).logits)
@@ -54,30 +60,97 @@ def test_a_hub_checkpoint_loads_whole_and_saves_back_in_the_same_layout(family, 
     assert torch.equal(again(batch["input_ids"]).logits, stock(batch["input_ids"]).logits)
 
 
-@pytest.mark.parametrize(
-    ("lost", "error", "problem"),
-    [
-        ("model.norm.weight", BindError, r"is not one of Qwen3MoeForCausalLM.*missing keys: model\.norm\.weight"),
-        # transformers itself notices when it merges the experts.
-        ("model.layers.0.mlp.experts.2.up_proj.weight", RuntimeError, "issues during automatic conversion"),
-    ],
-)
-def test_a_checkpoint_that_does_not_fill_the_model_is_refused(checkpoint, lost, error, problem):
-    file = checkpoint / "model.safetensors"
-    tensors = load_file(file)
-    del tensors[lost]
-    save_file(tensors, file, metadata={"format": "pt"})
-    with pytest.raises(error, match=problem):
-        build_foundation_model(checkpoint)
+@pytest.mark.parametrize("family", ["llama", "mixtral", "qwen3_moe"])
+def test_a_checkpoint_in_several_files(checkpoint, tmp_path, batch):
+    stock = AutoModelForCausalLM.from_pretrained(checkpoint).eval()
+    stock.save_pretrained(tmp_path / "parts", max_shard_size="50KB")
+    assert len(list((tmp_path / "parts").glob("*.safetensors"))) > 2
+    model = build_foundation_model(tmp_path / "parts", "eager", device="cpu").eval()
+    assert torch.equal(model(batch["input_ids"]).logits, stock(batch["input_ids"]).logits)
+    model.save_pretrained(tmp_path / "back", max_shard_size="50KB")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "back").eval()
+    assert torch.equal(again(batch["input_ids"]).logits, stock(batch["input_ids"]).logits)
 
 
-def test_weights_that_the_model_would_drop_are_refused(checkpoint):
+def without(*names):
+    return lambda tensors: {name: value for name, value in tensors.items() if name not in names}
+
+
+def other_layout(tensors):
+    return {name.replace("model.layers.", "transformer.h."): value for name, value in tensors.items()}
+
+
+EXPERTS = "model.layers.0.mlp.experts."
+PARTS = ("gate_proj", "up_proj", "down_proj")
+
+
+def one_expert_more(tensors):
+    return tensors | {f"{EXPERTS}6.{part}.weight": tensors[f"{EXPERTS}5.{part}.weight"].clone() for part in PARTS}
+
+
+def another_in_its_place(tensors):
+    """As many as the config says, so that transformers would move three experts up."""
+    return without(*(f"{EXPERTS}3.{part}.weight" for part in PARTS))(one_expert_more(tensors))
+
+
+NOT_ONE = "is not one of Qwen3MoeForCausalLM.*"
+CHANGES = {
+    "missing": (without("model.norm.weight"), NOT_ONE + r"missing keys: model\.norm\.weight\. "),
+    "unexpected": (
+        lambda tensors: tensors | {"model.layers.0.self_attn.q_proj.bias": torch.zeros(64)},
+        NOT_ONE + r"unexpected keys: model\.layers\.0\.self_attn\.q_proj\.bias\. ",
+    ),
+    "another shape": (
+        lambda tensors: tensors | {"model.norm.weight": torch.ones(32)},
+        NOT_ONE + r"mismatched keys: model\.norm\.weight \(\(32,\) in the checkpoint, \(64,\) in the model\)",
+    ),
+    "another layout": (
+        other_layout,
+        NOT_ONE + r"missing keys: model\.layers\.0\..* and \d+ more; unexpected keys: transformer\.h\.0\..* more",
+    ),
+    "part of an expert": (without(f"{EXPERTS}2.up_proj.weight"), rf"lacks tensors of .*: {EXPERTS}2\.up_proj\.weight$"),
+    "the last expert": (
+        without(*(f"{EXPERTS}5.{part}.weight" for part in PARTS)),
+        NOT_ONE + r"mlp\.experts\.gate_up_proj \(\(5, 64, 64\) in the checkpoint, \(6, 64, 64\) in the model\)",
+    ),
+    "an expert too many": (
+        one_expert_more,
+        NOT_ONE + r"mlp\.experts\.down_proj \(\(7, 64, 32\) in the checkpoint, \(6, 64, 32\) in the model\)",
+    ),
+    "another expert": (
+        another_in_its_place,
+        rf"lacks tensors of .* stacked in their place: {EXPERTS}3\.down_proj\.weight, .*{EXPERTS}3\.up_proj\.weight$",
+    ),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_checkpoint_that_is_not_the_models_is_refused_by_name(checkpoint, change):
+    edit, problem = CHANGES[change]
     file = checkpoint / "model.safetensors"
-    tensors = load_file(file)
-    tensors["model.layers.0.self_attn.q_proj.bias"] = torch.zeros(64)
-    save_file(tensors, file, metadata={"format": "pt"})
-    with pytest.raises(BindError, match=r"unexpected keys: model\.layers\.0\.self_attn\.q_proj\.bias"):
-        build_foundation_model(checkpoint)
+    save_file(edit(load_file(file)), file, metadata={"format": "pt"})
+    with pytest.raises(BindError, match=problem):
+        build_foundation_model(checkpoint, "eager", device="cpu")
+
+
+def test_experts_are_counted_over_all_files(checkpoint, tmp_path):
+    AutoModelForCausalLM.from_pretrained(checkpoint).save_pretrained(tmp_path / "parts", max_shard_size="50KB")
+    index = tmp_path / "parts/model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    del content["weight_map"][f"{EXPERTS}4.gate_proj.weight"]
+    index.write_text(json.dumps(content))
+    with pytest.raises(BindError, match=rf"lacks tensors of .*{EXPERTS}4\.gate_proj\.weight$"):
+        build_foundation_model(tmp_path / "parts", "eager", device="cpu")
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "model-00002-of-*.safetensors"])
+def test_a_file_that_is_not_there_is_named(checkpoint, tmp_path, file):
+    model = AutoModelForCausalLM.from_pretrained(checkpoint)
+    model.save_pretrained(tmp_path / "parts", max_shard_size="50KB" if "*" in file else "5GB")
+    (lost,) = (tmp_path / "parts").glob(file)
+    lost.unlink()
+    with pytest.raises(OSError, match=lost.name):
+        build_foundation_model(tmp_path / "parts", "eager", device="cpu")
 
 
 def test_a_checkpoint_in_a_subfolder(checkpoint):
