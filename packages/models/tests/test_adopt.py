@@ -6,22 +6,17 @@ import types
 import opslot
 import pytest
 import torch
-from opslot import BindError, OpslotError
+from opslot import BindError
 from opslot_models import Left, adopt, families
 from opslot_models import adoption as adoption_module
 from transformers import (
     AutoModelForCausalLM,
     Gemma3ForConditionalGeneration,
-    MixtralConfig,
-    MixtralForCausalLM,
     Qwen3MoeForCausalLM,
     SiglipVisionModel,
     Trainer,
     TrainingArguments,
 )
-
-SMALL = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_local_experts": 2}
-SMALL |= {"num_attention_heads": 2, "num_key_value_heads": 1}
 
 every_family = pytest.mark.parametrize("family", families())
 
@@ -166,25 +161,6 @@ def test_code_of_a_checkpoint_is_left_and_alone_it_is_refused(config):
     alone = torch.nn.Sequential(remote(torch.nn.Linear)(2, 2))
     with pytest.raises(BindError, match=r"no module of a generated family; .*\. 0 \(Linear\): the code of the checkp"):
         adopt(alone)
-
-
-def test_the_families_of_a_model_that_are_not_served_are_left_with_their_refusal(config, monkeypatch):
-    from opslot_models import _families
-
-    served = _families._served
-
-    def refuse(family):
-        return _families._Refusal("mixtral: its maths changed") if family == "mixtral" else served(family)
-
-    monkeypatch.setattr(_families, "_served", refuse)
-    mixtral = MixtralForCausalLM(MixtralConfig(**SMALL))
-    model = torch.nn.ModuleList([stock(config()), mixtral])
-    left = adopt(model, "eager", device="cpu").left
-    assert {one.name.partition(".")[0] for one in left} == {"1"}
-    assert {one.reason for one in left} == {"mixtral: its maths changed"}
-    assert len(left) == sum("transformers.models" in type(module).__module__ for module in mixtral.modules())
-    with pytest.raises(OpslotError, match="its maths changed"):
-        adopt(MixtralForCausalLM(MixtralConfig(**SMALL)), "eager", device="cpu")
 
 
 def test_a_class_that_something_put_into_upstreams_file_is_left(config, monkeypatch):

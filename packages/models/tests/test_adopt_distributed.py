@@ -1,7 +1,9 @@
 """adopt before and after FSDP2 and tensor parallelism, in two gloo processes that go through every scenario."""
 
+import contextlib
 import copy
 import os
+import queue
 import socket
 from datetime import timedelta
 
@@ -209,6 +211,18 @@ def work(rank, port, folder, results):
     dist.barrier()  # the rank with the store leaves last
 
 
+def _wait(results, processes):
+    """For one rank to finish; when one fails, the other waits in a collective, and nobody need wait for that."""
+    for _ in range(240):
+        with contextlib.suppress(queue.Empty):
+            return results.get(timeout=1)
+        if any(process.exitcode not in (None, 0) for process in processes):
+            for process in processes:
+                process.kill()
+            pytest.fail("a rank failed, see above")
+    return pytest.fail("the ranks hang")
+
+
 @pytest.fixture(scope="module")
 def said(tmp_path_factory):
     """What rank 0 says; of what rank 1 says, only the losses are others."""
@@ -223,7 +237,7 @@ def said(tmp_path_factory):
         process.start()
     try:
         for _ in processes:
-            results.get(timeout=240)
+            _wait(results, processes)
     finally:
         for process in processes:
             process.join(20)

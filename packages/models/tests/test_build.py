@@ -109,6 +109,7 @@ CHANGES = {
         NOT_ONE + r"missing keys: model\.layers\.0\..* and \d+ more; unexpected keys: transformer\.h\.0\..* more",
     ),
     "part of an expert": (without(f"{EXPERTS}2.up_proj.weight"), rf"lacks tensors of .*: {EXPERTS}2\.up_proj\.weight$"),
+    "part of the last expert": (without(f"{EXPERTS}5.up_proj.weight"), rf"lacks .*: {EXPERTS}5\.up_proj\.weight$"),
     "the last expert": (
         without(*(f"{EXPERTS}5.{part}.weight" for part in PARTS)),
         NOT_ONE + r"mlp\.experts\.gate_up_proj \(\(5, 64, 64\) in the checkpoint, \(6, 64, 64\) in the model\)",

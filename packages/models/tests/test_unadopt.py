@@ -94,10 +94,11 @@ def test_the_binding_that_is_left_says_so_and_does_no_harm(config):
 
 def test_a_built_model_becomes_stock(config, batch):
     model = build_foundation_model(config(), "auto", device="cpu")
-    recorded = _CAN_RECORD_REGISTRY.pop(str(type(stock(config()).model)))  # as if no stock model was ever built
+    expected = stock(config())
+    recorded = _CAN_RECORD_REGISTRY.pop(str(type(expected.model)))  # as if no stock model was ever built
     unadopt(model)
-    assert type(model) is type(stock(config()))
     assert _CAN_RECORD_REGISTRY.get(model.model) == recorded
+    assert type(model) is type(expected)
     assert not hasattr(model, "opslot_binding")
     out = model(**batch, output_hidden_states=True)
     assert len(out.hidden_states) == 4

@@ -53,7 +53,7 @@ def some(names: Iterable[Any]) -> str:
 
 
 def _tensors(path: str, origin: Mapping[str, Any]) -> list[str]:
-    """The names in the safetensors files of a checkpoint; none where it has no such file: loading says what it needs."""
+    """The names in the safetensors files of a checkpoint; none where it has no such file, which loading notices."""
     quiet = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
     whole = cached_file(path, SAFE_WEIGHTS_NAME, **quiet, **origin)
     if whole is not None:
