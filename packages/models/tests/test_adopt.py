@@ -9,6 +9,7 @@ import torch
 from opslot import BindError
 from opslot_models import Left, adopt, families
 from opslot_models import adoption as adoption_module
+from opslot_models._families import twins
 from transformers import (
     AutoModelForCausalLM,
     Gemma3ForConditionalGeneration,
@@ -17,6 +18,7 @@ from transformers import (
     Trainer,
     TrainingArguments,
 )
+from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 every_family = pytest.mark.parametrize("family", families())
 
@@ -69,6 +71,19 @@ def test_what_a_model_records_in_a_process_that_never_built_a_generated_one(befo
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == ["gemma2 3", "llama 3", "mixtral 3 2 True", "qwen3_moe 3 2 True"]
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral", "qwen3_moe"])
+def test_what_is_recorded_by_class_is_known_for_the_class_that_a_module_gets(config, batch):
+    model = stock(config())
+    ours = {str(cls) for cls in twins(model.config.model_type).values()}
+    for name in ours & _CAN_RECORD_REGISTRY.keys():
+        _CAN_RECORD_REGISTRY.pop(name)  # as if no generated model was ever built
+    adopt(model, "eager", device="cpu")
+    out = model(**batch, output_hidden_states=True)
+    assert len(out.hidden_states) == model.config.num_hidden_layers + 1
+    if "router_logits" in stock(config())(**batch):
+        assert out.router_logits
 
 
 def test_adopting_again_only_binds_again(config):

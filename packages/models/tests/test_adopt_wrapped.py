@@ -216,7 +216,9 @@ def test_gradient_checkpointing(config, batch, every_kernel, adopt_first):
 
 @every_family
 def test_generate(config, batch, every_kernel):
-    expected, model = stock(config()), stock(config())
+    # Upstream's balancing loss does not fit the mask of a token that follows cached ones.
+    plain = config(**({"output_router_logits": False} if hasattr(config(), "output_router_logits") else {}))
+    expected, model = stock(plain), stock(plain)
     adopt(model, every_kernel, device="cpu")
     prompt = {"input_ids": batch["input_ids"][:, :6], "attention_mask": batch["attention_mask"][:, :6]}
     settings = {"max_new_tokens": 6, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}

@@ -94,8 +94,9 @@ class Swap:
     def _assign(self, cls: type) -> None:
         self.module.__class__ = cls
         if isinstance(self.module, PreTrainedModel):
-            # transformers finds what to record (router logits) by class, and fills this only in __init__.
-            _CAN_RECORD_REGISTRY[self.module] = self.module._can_record_outputs
+            # transformers finds what to record (router logits) by the class's name, and fills this only in __init__. By
+            # `update`, since item assignment takes the name in 5.17 and the model in 5.24.
+            _CAN_RECORD_REGISTRY.update({str(cls): self.module._can_record_outputs})
 
 
 def plan_swaps(model: torch.nn.Module) -> tuple[Swap, ...]:
