@@ -8,7 +8,7 @@ from opslot import BindError, OpslotError, _discovery
 from opslot.ops.causal_conv1d import causal_conv1d
 from opslot.ops.rms_norm import rms_norm
 from opslot_models import build_foundation_model, families
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GPT2Config, Qwen3MoeModel
 
@@ -142,6 +142,12 @@ def test_experts_are_counted_over_all_files(checkpoint, tmp_path):
     index.write_text(json.dumps(content))
     with pytest.raises(BindError, match=rf"lacks tensors of .*{EXPERTS}4\.gate_proj\.weight$"):
         build_foundation_model(tmp_path / "parts", "eager", device="cpu")
+
+
+def test_a_file_that_is_none_of_safetensors_is_refused_by_loading_it(checkpoint):
+    (checkpoint / "model.safetensors").write_bytes(b"version https://git-lfs.github.com/spec/v1")
+    with pytest.raises(SafetensorError):
+        build_foundation_model(checkpoint, "eager", device="cpu")
 
 
 @pytest.mark.parametrize("file", ["model.safetensors", "model-00002-of-*.safetensors"])
