@@ -73,11 +73,10 @@ def adopt(
         if attention is not None:
             with choosing_attention(config):
                 _choose_attention(model, attention, undo)
-        adoption = Adoption(
-            bind(model, config, device=device, probe=probe), tuple(swap.name for swap in swaps), left(model)
-        )
+        rest = left(model)
+        binding = bind(model, config, device=device, probe=probe)  # the last step, whole or not at all by itself
         undo.pop_all()
-    return adoption
+    return Adoption(binding, tuple(swap.name for swap in swaps), rest)
 
 
 def unadopt(model: torch.nn.Module) -> tuple[str, ...]:
@@ -88,8 +87,8 @@ def unadopt(model: torch.nn.Module) -> tuple[str, ...]:
     class, without kernels.
 
     Raises `BindError` when no module has a generated class, during backward, and where upstream's code would not run
-    afterwards or something holds on to the classes: a replaced forward, a parametrised module, torch.compile, DDP.
-    After an error the model is as it was.
+    afterwards: a replaced forward, a parametrised module, a class of upstream's that something has replaced. After an
+    error the model is as it was.
     """
     if torch._C._current_graph_task_id() != -1:
         raise BindError("a model cannot be unadopted during backward, where activations may be recomputed")
