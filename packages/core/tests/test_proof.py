@@ -409,6 +409,48 @@ def test_indices_have_no_gradient_to_miss(known, make_kernel, grad):
     assert len(proof.misses()) == 1
 
 
+@pytest.mark.parametrize("untrained", [True, False])
+@pytest.mark.parametrize("grad", [True, False])
+def test_a_module_that_only_chooses_indices_is_not_trained(known, untrained, grad):
+    class Scale(torch.nn.Module):
+        scale_op = OpSlot("scale")
+
+        def forward(self, x):
+            return self.scale_op.kernel(x, x)
+
+    class Indexer(torch.nn.Module):
+        opslot_untrained = untrained
+
+        def __init__(self):
+            super().__init__()
+            self.norm = Scale()
+
+        def forward(self, x):
+            with torch.set_grad_enabled(grad):
+                return self.norm(x).topk(2).indices
+
+    class Indexers(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.index, self.index_norm = Indexer(), Scale()
+
+        def forward(self, x):
+            return self.index_norm(x)[self.index(x)]
+
+    model = Indexers()
+    binding = bind(model, {"scale": "fast"}, device="cpu", registry=known)
+    with binding.proof() as proof:
+        step(model, torch.ones(4, requires_grad=True))
+    assert [miss.row.module for miss in proof.misses()] == ([] if untrained else ["index.norm"])
+    with binding.proof() as proof, torch.no_grad():
+        model(torch.ones(4))
+    assert ("index.norm" in [miss.row.module for miss in proof.misses()]) == (not untrained and not grad)
+    assert "index_norm" in [miss.row.module for miss in proof.misses()]
+    with binding.proof() as proof:
+        model.index_norm(torch.ones(4, requires_grad=True)).sum().backward()
+    assert [miss.row.module for miss in proof.misses()] == ["index.norm"]  # which did not run at all
+
+
 def half(x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return x * 2, weight.detach() * 2
 

@@ -4,20 +4,23 @@ from importlib.metadata import distributions
 import opslot
 import pytest
 import torch
+import transformers
 from opslot import BindError, OpslotError, _discovery
 from opslot.ops.causal_conv1d import causal_conv1d
 from opslot.ops.rms_norm import rms_norm
 from opslot_models import build_foundation_model, families
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GPT2Config, Qwen3MoeModel
+
+from packages.models.tests import tiny
+from packages.models.tests.parity import stock
 
 
 @pytest.fixture
 def checkpoint(config, tmp_path):
     """A checkpoint in the layout of the hub, one tensor per expert, as stock transformers writes it."""
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(config()).save_pretrained(tmp_path / "hub")
+    stock(config()).save_pretrained(tmp_path / "hub")
     return tmp_path / "hub"
 
 
@@ -37,47 +40,128 @@ def keys(folder):
         return set(file.keys())
 
 
+PER_EXPERT = {
+    "mixtral": "model.layers.0.block_sparse_moe.experts.5.w1.weight",
+    "qwen3_moe": "model.layers.0.mlp.experts.5.gate_proj.weight",
+}
+
+
 @pytest.mark.parametrize("family", families())
 def test_a_hub_checkpoint_loads_whole_and_saves_back_in_the_same_layout(family, checkpoint, tmp_path, batch):
-    if family == "qwen3_moe":
-        assert "model.layers.0.mlp.experts.5.gate_proj.weight" in keys(checkpoint)
+    if family in PER_EXPERT:
+        assert PER_EXPERT[family] in keys(checkpoint)
     model = build_foundation_model(checkpoint, "eager", device="cpu").eval()
-    stock = AutoModelForCausalLM.from_pretrained(checkpoint).eval()
-    assert torch.equal(model(batch["input_ids"]).logits, stock(batch["input_ids"]).logits)
+    upstream = getattr(transformers, type(model).__name__)
+    expected = upstream.from_pretrained(checkpoint).eval()
+    assert torch.equal(model(batch["input_ids"]).logits, expected(batch["input_ids"]).logits)
 
     model.save_pretrained(tmp_path / "back")
     assert keys(tmp_path / "back") == keys(checkpoint)
     config = json.loads((tmp_path / "back/config.json").read_text())
-    assert config["architectures"] == [type(stock).__name__]
+    assert config["architectures"] == [upstream.__name__]
     assert "auto_map" not in config
+    again = upstream.from_pretrained(tmp_path / "back").eval()
+    assert torch.equal(again(batch["input_ids"]).logits, expected(batch["input_ids"]).logits)
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral", "qwen3_moe"])
+def test_a_checkpoint_in_several_files(checkpoint, tmp_path, batch):
+    expected = AutoModelForCausalLM.from_pretrained(checkpoint).eval()
+    expected.save_pretrained(tmp_path / "parts", max_shard_size="50KB")
+    assert len(list((tmp_path / "parts").glob("*.safetensors"))) > 2
+    model = build_foundation_model(tmp_path / "parts", "eager", device="cpu").eval()
+    assert torch.equal(model(batch["input_ids"]).logits, expected(batch["input_ids"]).logits)
+    model.save_pretrained(tmp_path / "back", max_shard_size="50KB")
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "back").eval()
-    assert torch.equal(again(batch["input_ids"]).logits, stock(batch["input_ids"]).logits)
+    assert torch.equal(again(batch["input_ids"]).logits, expected(batch["input_ids"]).logits)
 
 
-@pytest.mark.parametrize(
-    ("lost", "error", "problem"),
-    [
-        ("model.norm.weight", BindError, r"is not one of Qwen3MoeForCausalLM.*missing keys: model\.norm\.weight"),
-        # transformers itself notices when it merges the experts.
-        ("model.layers.0.mlp.experts.2.up_proj.weight", RuntimeError, "issues during automatic conversion"),
-    ],
-)
-def test_a_checkpoint_that_does_not_fill_the_model_is_refused(checkpoint, lost, error, problem):
+def without(*names):
+    return lambda tensors: {name: value for name, value in tensors.items() if name not in names}
+
+
+def other_layout(tensors):
+    return {name.replace("model.layers.", "transformer.h."): value for name, value in tensors.items()}
+
+
+EXPERTS = "model.layers.0.mlp.experts."
+PARTS = ("gate_proj", "up_proj", "down_proj")
+
+
+def one_expert_more(tensors):
+    return tensors | {f"{EXPERTS}6.{part}.weight": tensors[f"{EXPERTS}5.{part}.weight"].clone() for part in PARTS}
+
+
+def another_in_its_place(tensors):
+    """As many as the config says, so that transformers would move three experts up."""
+    return without(*(f"{EXPERTS}3.{part}.weight" for part in PARTS))(one_expert_more(tensors))
+
+
+NOT_ONE = "is not one of Qwen3MoeForCausalLM.*"
+CHANGES = {
+    "missing": (without("model.norm.weight"), NOT_ONE + r"missing keys: model\.norm\.weight\. "),
+    "unexpected": (
+        lambda tensors: tensors | {"model.layers.0.self_attn.q_proj.bias": torch.zeros(64)},
+        NOT_ONE + r"unexpected keys: model\.layers\.0\.self_attn\.q_proj\.bias\. ",
+    ),
+    "another shape": (
+        lambda tensors: tensors | {"model.norm.weight": torch.ones(32)},
+        NOT_ONE + r"mismatched keys: model\.norm\.weight \(\(32,\) in the checkpoint, \(64,\) in the model\)",
+    ),
+    "another layout": (
+        other_layout,
+        NOT_ONE + r"missing keys: model\.layers\.0\..* and \d+ more; unexpected keys: transformer\.h\.0\..* more",
+    ),
+    "part of an expert": (without(f"{EXPERTS}2.up_proj.weight"), rf"lacks tensors of .*: {EXPERTS}2\.up_proj\.weight$"),
+    "part of the last expert": (without(f"{EXPERTS}5.up_proj.weight"), rf"lacks .*: {EXPERTS}5\.up_proj\.weight$"),
+    "the last expert": (
+        without(*(f"{EXPERTS}5.{part}.weight" for part in PARTS)),
+        NOT_ONE + r"mlp\.experts\.gate_up_proj \(\(5, 64, 64\) in the checkpoint, \(6, 64, 64\) in the model\)",
+    ),
+    "an expert too many": (
+        one_expert_more,
+        NOT_ONE + r"mlp\.experts\.down_proj \(\(7, 64, 32\) in the checkpoint, \(6, 64, 32\) in the model\)",
+    ),
+    "another expert": (
+        another_in_its_place,
+        rf"lacks tensors of .* stacked in their place: {EXPERTS}3\.down_proj\.weight, .*{EXPERTS}3\.up_proj\.weight$",
+    ),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_checkpoint_that_is_not_the_models_is_refused_by_name(checkpoint, change):
+    edit, problem = CHANGES[change]
     file = checkpoint / "model.safetensors"
-    tensors = load_file(file)
-    del tensors[lost]
-    save_file(tensors, file, metadata={"format": "pt"})
-    with pytest.raises(error, match=problem):
-        build_foundation_model(checkpoint)
+    save_file(edit(load_file(file)), file, metadata={"format": "pt"})
+    with pytest.raises(BindError, match=problem):
+        build_foundation_model(checkpoint, "eager", device="cpu")
 
 
-def test_weights_that_the_model_would_drop_are_refused(checkpoint):
-    file = checkpoint / "model.safetensors"
-    tensors = load_file(file)
-    tensors["model.layers.0.self_attn.q_proj.bias"] = torch.zeros(64)
-    save_file(tensors, file, metadata={"format": "pt"})
-    with pytest.raises(BindError, match=r"unexpected keys: model\.layers\.0\.self_attn\.q_proj\.bias"):
-        build_foundation_model(checkpoint)
+def test_experts_are_counted_over_all_files(checkpoint, tmp_path):
+    AutoModelForCausalLM.from_pretrained(checkpoint).save_pretrained(tmp_path / "parts", max_shard_size="50KB")
+    index = tmp_path / "parts/model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    del content["weight_map"][f"{EXPERTS}4.gate_proj.weight"]
+    index.write_text(json.dumps(content))
+    with pytest.raises(BindError, match=rf"lacks tensors of .*{EXPERTS}4\.gate_proj\.weight$"):
+        build_foundation_model(tmp_path / "parts", "eager", device="cpu")
+
+
+def test_a_file_that_is_none_of_safetensors_is_refused_by_loading_it(checkpoint):
+    (checkpoint / "model.safetensors").write_bytes(b"version https://git-lfs.github.com/spec/v1")
+    with pytest.raises(SafetensorError):
+        build_foundation_model(checkpoint, "eager", device="cpu")
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "model-00002-of-*.safetensors"])
+def test_a_file_that_is_not_there_is_named(checkpoint, tmp_path, file):
+    model = AutoModelForCausalLM.from_pretrained(checkpoint)
+    model.save_pretrained(tmp_path / "parts", max_shard_size="50KB" if "*" in file else "5GB")
+    (lost,) = (tmp_path / "parts").glob(file)
+    lost.unlink()
+    with pytest.raises(OSError, match=lost.name):
+        build_foundation_model(tmp_path / "parts", "eager", device="cpu")
 
 
 def test_a_checkpoint_in_a_subfolder(checkpoint):
@@ -117,8 +201,8 @@ def test_judging_the_choice_first_leaves_no_trace(config, caplog):
     torch.manual_seed(3)
     model = build_foundation_model(mine, {"glu": "torch"}, device="cpu")
     torch.manual_seed(3)
-    stock = AutoModelForCausalLM.from_config(config())
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), stock.parameters(), strict=True))
+    expected = AutoModelForCausalLM.from_config(config())
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), expected.parameters(), strict=True))
     assert [record.opslot_binding for record in caplog.records] == [model.opslot_binding]
     assert mine.to_dict() == before
 
@@ -130,9 +214,30 @@ def test_a_family_that_is_not_generated():
 
 
 @pytest.mark.parametrize("family", families())
-def test_a_config_of_every_family_builds_its_causal_model(config):
+def test_a_config_of_every_family_builds_its_language_model(config):
     model = build_foundation_model(config(), device="cpu")
-    assert type(model).__name__ == type(AutoModelForCausalLM.from_config(config())).__name__
+    assert type(model).__name__ == type(stock(config())).__name__
+    assert type(model).__module__.startswith("opslot_models.generated")
+
+
+@pytest.mark.parametrize(
+    "family", [family for family in families() if family in tiny.TEXT.keys() | tiny.COMPOSED.keys()]
+)
+def test_a_config_of_the_whole_builds_the_model_with_images(family):
+    config = tiny.composed(family)
+    model = build_foundation_model(config, device="cpu")
+    assert type(model).__name__ == type(config).__name__.removesuffix("Config") + "ForConditionalGeneration"
+    assert isinstance(model.config, type(config))
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl"])
+def test_a_config_that_no_language_model_has_lists_what_there_is(config):
+    text = config().text_config
+    with pytest.raises(
+        OpslotError, match=r"no language model for a Qwen3VLTextConfig; name an architecture: .*TextModel"
+    ):
+        build_foundation_model(text, device="cpu")
+    model = build_foundation_model(text, device="cpu", architecture="Qwen3VLTextModel")
     assert type(model).__module__.startswith("opslot_models.generated")
 
 

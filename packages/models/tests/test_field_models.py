@@ -146,7 +146,8 @@ def test_c24_kernels_that_return_rubbish_are_seen_in_the_numbers(config, batch):
     registry.add(Backend(api=1, kernels=tuple(kernels)), "rubbish")
     model = build_foundation_model(config(), "eager", device="cpu")
     expected = model(**batch).loss
-    for op in sorted({row.op for row in opslot.bind(model, "auto", device="cpu", registry=registry).rows}):
+    ops = {row.op for row in opslot.bind(model, "auto", device="cpu", registry=registry).rows}
+    for op in sorted(ops - {"rotary_pos_emb_vision"}):  # there are no images here
         binding = opslot.bind(model, {op: "rubbish", "default": "eager"}, device="cpu", registry=registry)
         with binding.proof() as proof:
             loss = model(**batch).loss

@@ -199,7 +199,9 @@ def test_a_family_that_is_not_served_does_not_stop_another(upstream, config):
     llama = importlib.import_module("transformers.models.llama.modeling_llama")
     stock = torch.nn.ModuleDict({"main": AutoModelForCausalLM.from_config(config()), "norm": llama.LlamaRMSNorm(64)})
     adoption = adopt(stock, "eager", device="cpu")
-    assert adoption.left == ("norm (LlamaRMSNorm)",)
+    (left,) = adoption.left
+    assert str(left) == "norm (LlamaRMSNorm)"
+    assert "what opslot patches in its llama is not as in" in left.reason
     assert type(stock["main"]).__module__.startswith("opslot_models.generated.")
 
 

@@ -90,9 +90,10 @@ class Write:
         new = (module for name in self.names for module in present[name] if id(module) not in bound)
         if any(isinstance(getattr(type(module), self.attribute, None), OpSlot) for module in new):
             return "another module was put beside it after bind, as PEFT's modules_to_save do, and may run in its place"
-        if not self.in_place() or getattr(self.module, self.attribute).offer != (
-            self.slot.offer if self.slot else None
-        ):
+        now = getattr(self.module, self.attribute, None)
+        if now is None:
+            return "the class of the module was changed after bind and has no such slot"
+        if not self.in_place() or now.offer != (self.slot.offer if self.slot else None):
             return "the slot was bound again or unbound"
         if self.slot is None or self.slot.offer is None:
             return ""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ._contract import OpContract
 from ._errors import BindError
+from ._modules import canonical_modules
 from ._obstacle import obstacle
 from ._report import collapse, counted
 from ._target import load_target
@@ -58,8 +59,9 @@ class Proof:
     Whether values and gradients are right is not looked at: that is what `opslot.testing.check` does. A kernel that
     returns something else than its contract's reference (None, a tuple for a tensor) raises `BindError` at the call.
     A gradient that a backward leaves out is seen in eager code alone, since compilers write zeros there, and an
-    argument is proven when one of the results gave it a gradient. Of the modules that PEFT's modules_to_save hold in
-    one place, those that ran are judged.
+    argument is proven when one of the results gave it a gradient. A module whose class has `opslot_untrained = True`
+    only chooses indices, and no gradient is waited for in it. Of the modules that PEFT's modules_to_save hold in one
+    place, those that ran are judged.
     """
 
     def __init__(self, binding: "Binding") -> None:
@@ -125,6 +127,8 @@ class Proof:
             for name in binding._writes[index].names
             if counts[_MODULE] + counts[_MODULE_NO_GRAD]
         }
+        modules = canonical_modules(binding._model)
+        untrained = [name for name, module in modules if getattr(module, "opslot_untrained", False)]
         found = []
         for index, (row, write) in enumerate(zip(binding.rows, binding._writes, strict=True)):
             if write.slot is None or write.slot.offer is None:
@@ -137,7 +141,8 @@ class Proof:
                 and any((name, write.attribute) in called for name in write.names)
             ):
                 continue  # another module ran in its place
-            reason = _missed(write, counts, idle, backward and write.slot.offer.spec.backward)
+            inside = any(f"{name}.".startswith(f"{chooser}.") for name in write.names for chooser in untrained)
+            reason = _missed(write, counts, idle, backward and write.slot.offer.spec.backward and not inside)
             # A kernel that ran where it no longer belongs, since an activation changed, is no proof either.
             reason = problems[index] if reason and problems[index] else reason
             reason = reason or obstacle(write.module, write.attribute, write.contract) or ""

@@ -116,6 +116,8 @@ class OpSlot:
         if "forward" in linear.__dict__:
             return "has a forward of its own"
         if has_hooks(linear):
+            if type(linear).__name__.startswith("FSDP"):
+                return "is sharded on its own and whole only in its own forward (leave it to fully_shard(model))"
             return "has hooks"
         if linear.bias is not None:
             return "has a bias"

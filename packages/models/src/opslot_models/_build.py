@@ -9,15 +9,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from opslot import BindError, OpsConfig, OpslotError, bind, registry
+from opslot import OpsConfig, OpslotError, bind, registry
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from ._attention import choosing_attention
+from ._checkpoint import require_every_expert, require_whole
 from ._families import generated_module
 
 # Where a checkpoint lies: the config must come from the same place as the weights.
 _HUB = ("subfolder", "revision", "token", "cache_dir", "force_download", "local_files_only")
+# With these it lies in other files than those of the usual names.
+_OTHER_FILES = {"variant", "gguf_file", "use_safetensors"}
+# What a class of language models is called, with a head over the vocabulary.
+_LANGUAGE = ("ForCausalLM", "ForConditionalGeneration")
 
 
 def build_foundation_model(
@@ -33,13 +38,15 @@ def build_foundation_model(
 
     `config_or_path`: a config, for a model with new weights, or the folder or hub name of a checkpoint to load.
     `ops_implementation`: see `opslot.OpsConfig.parse`; its `attn_implementation` is passed on to transformers.
-    `architecture`: the class to build ("Qwen3MoeForCausalLM"); by default what the config names, else the causal LM.
+    `architecture`: the class to build ("Qwen3MoeForCausalLM"); by default what the config names, else the language
+    model that has such a config.
     `dtype`: of the weights; by default what transformers does. `device`: what kernels are judged for, as in
     `opslot.bind`; the model is built on the CPU or wherever `torch.device(...)` contexts and `kwargs` put it.
     `kwargs` go to `from_pretrained`, or to `_from_config` when there is no checkpoint.
 
-    Raises `OpslotError` for a model type that is not generated, or a checkpoint that does not fill the model: weights
-    that are missing would stay random without any later error.
+    Raises `OpslotError` for a model type that is not generated, or a checkpoint that does not fill the model or is not
+    used up by it, naming the tensors that are missing, unexpected or of another shape: weights that are missing would
+    stay random without any later error.
     """
     ops = OpsConfig.effective(ops_implementation)
     attention, _ = ops.setting("attn_implementation")
@@ -71,8 +78,16 @@ def _model_class(config: PreTrainedConfig, architecture: str | None) -> type[Pre
     module = generated_module(_family(config))
     heads = [name for name in module.__all__ if not name.endswith("PreTrainedModel")]
     named = [architecture] if architecture else [name for name in config.architectures or () if name in heads]
-    causal = [name for name in heads if name.endswith("ForCausalLM")]
-    name = (named or causal)[0]
+    # A composed family has heads for the whole, with images, and for its text alone: each has a config of its own.
+    models = [
+        name for name in heads if name.endswith(_LANGUAGE) and isinstance(config, getattr(module, name).config_class)
+    ]
+    if not named and not models:
+        raise OpslotError(
+            f"{config.model_type} has no language model for a {type(config).__name__}; name an architecture: "
+            f"{', '.join(heads)}"
+        )
+    name = (named or models)[0]
     if name not in heads:
         raise OpslotError(f"{config.model_type} has no architecture {name!r}; it has: {', '.join(heads)}")
     cls: type[PreTrainedModel] = getattr(module, name)
@@ -131,21 +146,11 @@ def _unheard() -> Iterator[None]:
 
 
 def _load(cls: type[PreTrainedModel], path: str, kwargs: dict[str, Any]) -> PreTrainedModel:
+    if not _OTHER_FILES & kwargs.keys():
+        require_every_expert(path, {name: value for name, value in kwargs.items() if name in _HUB})
     load: Any = cls.from_pretrained
-    model, info = load(path, output_loading_info=True, **kwargs)
-    kinds = ("missing_keys", "unexpected_keys", "mismatched_keys")
-    problems = {kind: info[kind] for kind in kinds if info.get(kind)}
-    if problems:
-        detail = "; ".join(f"{kind.replace('_', ' ')}: {_some(keys)}" for kind, keys in problems.items())
-        raise BindError(
-            f"the checkpoint {path} is not one of {cls.__name__}: what is missing would train from random values, what "
-            f"is unexpected would be lost. {detail}. If that is meant, load it with transformers and call "
-            "opslot_models.adopt"
-        )
+    # Shapes that do not fit come back in the report, and are refused by name with the rest.
+    model, info = load(path, output_loading_info=True, **{**kwargs, "ignore_mismatched_sizes": True})
+    require_whole(path, cls.__name__, info)
     loaded: PreTrainedModel = model
     return loaded
-
-
-def _some(keys: Any) -> str:
-    names = sorted(map(str, keys))
-    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")

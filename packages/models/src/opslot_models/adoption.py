@@ -1,18 +1,19 @@
 """What the generated modules themselves need; users want `opslot_models.adopt`."""
 
 import sys
-from collections.abc import Mapping, Set
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from opslot import BindError, OpSlot, OpslotError
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
-from ._families import patches, twins, upstream_module
+from ._families import GENERATED, patches, twins, upstream_module
 from ._sets import known_families
 
 
@@ -42,13 +43,13 @@ def own_loss(model: PreTrainedModel) -> str | None:
 
 def loss_obstacle(model: PreTrainedModel) -> str | None:
     """Why no fused loss may be bound: the loss is the user's own, or the head does more than its weight says."""
-    head = OpSlot.weight_obstacle(model.get_output_embeddings())
+    head = _linear_obstacle(model.get_output_embeddings())
     return own_loss(model) or (f"its head {head}" if head else None)
 
 
 def codec_head_loss_obstacle(talker: Any) -> str | None:
     """As `loss_obstacle`, for a model whose head transformers does not know as its output embeddings."""
-    head = OpSlot.weight_obstacle(talker.codec_head)
+    head = _linear_obstacle(talker.codec_head)
     return own_loss(talker) or (f"its codec_head {head}" if head else None)
 
 
@@ -57,7 +58,7 @@ def latent_obstacle(attention: Any) -> str | None:
     chosen = attention.config._attn_implementation
     if chosen not in ("eager", "sdpa"):
         return f"its config has attn_implementation={chosen!r}, which attends to chosen keys by itself"
-    projection = OpSlot.weight_obstacle(attention.kv_b_proj)
+    projection = _linear_obstacle(attention.kv_b_proj)
     return f"its kv_b_proj {projection}" if projection else None
 
 
@@ -88,6 +89,18 @@ def keys_in_mask(attention: Any, mask: torch.Tensor) -> torch.Tensor:
     return keys.scatter_(-1, places, columns)[..., :width]
 
 
+def _linear_obstacle(linear: Any) -> str | None:
+    """`OpSlot.weight_obstacle`, but for a weight that FSDP2 has sharded with its model: it is whole at the call.
+
+    One that is still a `DTensor` there, as under tensor parallelism, raises at the call.
+    """
+    problem = OpSlot.weight_obstacle(linear)
+    weight = getattr(linear, "weight", None)
+    if isinstance(weight, DTensor) and getattr(linear, "_is_fsdp_managed_module", False):
+        return None if problem == f"has a weight {OpSlot.tensor_obstacle(weight)}" else problem
+    return problem
+
+
 def experts_obstacle(experts: torch.nn.Module) -> str | None:
     """Why no kernel may be bound to read these experts' weights, or None. What FSDP shards is whole at the call."""
     for name in ("gate_up_proj", "down_proj"):
@@ -107,59 +120,145 @@ def interleave_obstacle(attention: torch.nn.Module) -> str | None:
 
 @dataclass(frozen=True)
 class Swap:
-    """A module whose class changes from upstream's to ours, by assignment, since its state stays."""
+    """A module whose class changes by assignment, between upstream's and ours, since its state stays."""
 
     name: str
     module: torch.nn.Module
-    upstream: type
-    ours: type
+    old: type
+    new: type
 
     def do(self) -> None:
-        self.module.__class__ = self.ours
-        if isinstance(self.module, PreTrainedModel):
-            # transformers finds what to record (router logits) by the name of the class, and fills this only in
-            # __init__. Past the mapping's own assignment, which takes a model in one release and a name in another.
-            dict.__setitem__(_CAN_RECORD_REGISTRY, str(self.ours), self.module._can_record_outputs)
+        self._assign(self.new)
 
     def undo(self) -> None:
-        self.module.__class__ = self.upstream
+        self._assign(self.old)
+
+    def _assign(self, cls: type) -> None:
+        self.module.__class__ = cls
+        if isinstance(self.module, PreTrainedModel):
+            # transformers finds what to record (router logits) by the class's name, and fills this only in __init__. By
+            # `update`, since item assignment takes the name in 5.17 and the model in 5.24.
+            _CAN_RECORD_REGISTRY.update({str(cls): self.module._can_record_outputs})
 
 
 def plan_swaps(model: torch.nn.Module) -> tuple[Swap, ...]:
     """Every upstream module of a generated family below `model`. Nothing changes yet.
 
-    Raises `BindError` for one that runs another forward than its class's, that FSDP has wrapped, or whose class is no
-    longer upstream's own because something patched it; `OpslotError` where no family of the model can be served.
+    Raises `BindError` for one that runs another forward than its class's, that something has compiled or wrapped, or
+    whose class is no longer upstream's own because something patched it; `OpslotError` where no family of the model can
+    be served.
     """
     modules = list(model.named_modules())
     pairs = _twins_in({cls.__module__ for _, module in modules for cls in type(module).__mro__})
-    swaps = tuple(
-        Swap(name, module, type(module), pairs[type(module)]) for name, module in modules if type(module) in pairs
-    )
+    swaps = tuple(_swaps(modules, pairs))
     for swap in swaps:
         if getattr(swap.module, "_use_kernels", False):
             raise BindError(
-                f"{swap.name or swap.upstream.__name__} runs under use_kernels, which replaces the forwards that call "
-                "opslot's kernels: build it without"
+                f"{_place(swap)} runs under use_kernels, which replaces the forwards that call opslot's kernels: build "
+                "it without"
             )
-        if "forward" in vars(swap.module):
-            raise BindError(
-                f"{swap.name or swap.upstream.__name__} has a forward of its own ({vars(swap.module)['forward']!r}), "
-                "which calls upstream's code and would never reach a kernel. Adopt before whatever wrapped it "
-                "(accelerate, mixed precision, use_kernels)"
-            )
-    for name, module in modules:
-        # fully_shard makes `FSDPX(FSDPModule, X)` of a module's class X.
-        if type(module).__name__.startswith("FSDP") and type(module).__bases__[-1] in pairs:
-            raise BindError(f"{name or type(module).__name__} is sharded already: adopt before fully_shard")
-    for upstream, ours in {(swap.upstream.__module__, swap.ours.__module__) for swap in swaps}:
-        patched = patches(sys.modules[upstream], sys.modules[ours])
+        remedy = "Adopt before whatever wrapped it (accelerate, mixed precision, use_kernels, tensor parallelism)"
+        if hasattr(swap.module, "_hf_hook"):
+            remedy += ". What device_map does, build_foundation_model(path, ops, device_map=...) does with slots"
+        _refuse_own_forward(swap, f"which calls upstream's code and would never reach a kernel. {remedy}")
+    _refuse_wrappers(modules, swaps)
+    for theirs, ours in {(own_class(swap.old).__module__, own_class(swap.new).__module__) for swap in swaps}:
+        patched = patches(sys.modules[theirs], sys.modules[ours])
         if patched:
             raise BindError(
-                f"{upstream} is patched ({', '.join(patched)}), and the generated classes would silently run "
+                f"{theirs} is patched ({', '.join(patched)}), and the generated classes would silently run "
                 "upstream's code instead. Choose between that patch and opslot"
             )
     return swaps
+
+
+def plan_restore(model: torch.nn.Module) -> tuple[Swap, ...]:
+    """The way back of `plan_swaps`: every module of a generated class below `model`. Nothing changes yet.
+
+    Raises `BindError` where upstream's class would not run: a forward that still calls ours, a class that something has
+    derived from ours or put in the place of upstream's.
+    """
+    modules = list(model.named_modules())
+    found = {cls for _, module in modules for cls in type(module).__mro__ if cls.__module__.startswith(GENERATED)}
+    families = {cls.__module__.rpartition(".modeling_")[2] for cls in found}
+    pairs = {ours: theirs for family in families for theirs, ours in twins(family).items()}
+    swaps = tuple(_swaps(modules, pairs))
+    for swap in swaps:
+        _refuse_own_forward(swap, "which calls the generated code: undo what set it, then unadopt")
+    for name, module in modules:
+        if type(module) in found and type(module) not in pairs:
+            raise BindError(
+                f"{name or 'the model'} has the generated class {type(module).__name__}, and upstream's class of that "
+                "name is not its own any more: undo what replaced it, then unadopt"
+            )
+        if torch.nn.utils.parametrize.is_parametrized(module) and found.intersection(type(module).__mro__):
+            raise BindError(
+                f"{name or 'the model'} is parametrised, by a class that derives from the generated one: "
+                "torch.nn.utils.parametrize.remove_parametrizations(...) first, then unadopt"
+            )
+    return swaps
+
+
+def _swaps(modules: list[tuple[str, torch.nn.Module]], pairs: Mapping[type, type]) -> Iterator[Swap]:
+    for name, module in modules:
+        cls = own_class(type(module))
+        if cls in pairs:
+            new = pairs[cls] if type(module) is cls else _sharded(type(module), pairs[cls])
+            yield Swap(name, module, type(module), new)
+
+
+def own_class(cls: type) -> type:
+    """Of a module that `fully_shard` has given the class `FSDPX(FSDPModule, X)`: X. Of any other, `cls` itself."""
+    return cls.__bases__[1] if len(cls.__bases__) == 2 and issubclass(cls.__bases__[0], FSDPModule) else cls
+
+
+# What `fully_shard` made of a class -> what it would make of its twin, and back: unadopting leads to the same class.
+_SHARDED: dict[type, type] = {}
+
+
+def _sharded(cls: type, twin: type) -> type:
+    if cls not in _SHARDED:
+        other = type(cls.__name__, (cls.__bases__[0], twin), {"__deepcopy__": vars(cls)["__deepcopy__"]})
+        _SHARDED[cls], _SHARDED[other] = other, cls
+    return _SHARDED[cls]
+
+
+def _place(swap: Swap) -> str:
+    return swap.name or own_class(swap.old).__name__
+
+
+def _refuse_own_forward(swap: Swap, why: str) -> None:
+    forward = vars(swap.module).get("forward")
+    if forward is not None:
+        # Not its repr: that of a bound method prints the whole model.
+        function = getattr(forward, "func", forward)
+        named = getattr(function, "__qualname__", type(function).__name__)
+        raise BindError(f"{_place(swap)} has a forward of its own ({named}), {why}")
+
+
+# By name: none of them need be installed, and importing them costs.
+_WRAPPERS = {
+    "OptimizedModule": "torch.compile",
+    "DistributedDataParallel": "DistributedDataParallel",
+    "DDP": "torch.distributed._composable.replicate",
+    "DataParallel": "DataParallel",
+    "FullyShardedDataParallel": "FullyShardedDataParallel",
+    "DeepSpeedEngine": "deepspeed.initialize",
+}
+
+
+def _refuse_wrappers(modules: list[tuple[str, torch.nn.Module]], swaps: tuple[Swap, ...]) -> None:
+    """What has compiled a model, or keeps references into it, was made for the classes that it had."""
+    swapped = {id(swap.module) for swap in swaps}
+    for name, module in modules:
+        wrapper = next((_WRAPPERS[cls.__name__] for cls in type(module).__mro__ if cls.__name__ in _WRAPPERS), None)
+        if wrapper is None and getattr(module, "_compiled_call_impl", None) is not None:
+            wrapper = "torch.compile"
+        if wrapper and any(id(inner) in swapped for inner in module.modules()):
+            raise BindError(
+                f"{name or 'the model'} ({type(module).__name__}) is wrapped by {wrapper} already: "
+                f"adopt before wrapping: adopt(model, ops) first, then {wrapper}"
+            )
 
 
 def _twins_in(present: Set[str]) -> dict[type, type]:

@@ -192,16 +192,18 @@ class ModelSpec:
     """All guards of one family; `source` is the dotted name of the transformers module they go into.
 
     `unguarded` names what upstream computes that an op would cover if its maths were that of a contract: a method with
-    the reason.
+    the reason. `untrained` are classes that only choose indices, so that no gradient comes back into them.
     """
 
     family: str
     source: str
     guards: tuple[Guard, ...]
     unguarded: tuple[tuple[str, str], ...] = ()
+    untrained: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        _require(_NAME, self.family, "family")
+        for name in (self.family, *self.untrained):
+            _require(_NAME, name, "name")
         _require(_DOTTED, self.source, "source")
         if not self.source.startswith("transformers.models."):
             raise SpecError(f"{self.family}: source {self.source!r} is not a module of transformers.models")

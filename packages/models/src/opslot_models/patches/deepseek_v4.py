@@ -70,4 +70,5 @@ SPEC = ModelSpec(
         ("DeepseekV4CSACompressor.forward", "compresses: windows with buffers and a cache"),
         ("DeepseekV4HCACompressor.forward", "compresses: windows with buffers and a cache"),
     ),
+    untrained=("DeepseekV4Indexer",),
 )

@@ -50,4 +50,5 @@ SPEC = ModelSpec(
         ),
         causal_loss("GlmMoeDsa"),
     ),
+    untrained=("GlmMoeDsaIndexer",),
 )

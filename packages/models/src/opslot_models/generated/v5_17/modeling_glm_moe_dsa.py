@@ -190,6 +190,7 @@ class GlmMoeDsaIndexer(nn.Module):
     """
     rotary_pos_emb_op = OpSlot("rotary_pos_emb", "interleaved")  # opslot
     dsa_indexer_op = OpSlot("dsa_indexer", "glm")  # opslot
+    opslot_untrained = True  # opslot
 
     def __init__(self, config: "GlmMoeDsaConfig", layer_idx: int):
         super().__init__()

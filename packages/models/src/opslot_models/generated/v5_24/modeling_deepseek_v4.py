@@ -519,6 +519,7 @@ class DeepseekV4Indexer(nn.Module):
     for queries) with `layer_type=self.rope_layer_type` (always `"compress"`).
     """
     dsa_indexer_op = OpSlot("dsa_indexer", "deepseek_v4")  # opslot
+    opslot_untrained = True  # opslot
 
     rope_layer_type = "compress"
 
