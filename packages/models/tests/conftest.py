@@ -34,7 +34,7 @@ def media(family: str) -> tuple[PreTrainedConfig, dict[str, torch.Tensor]]:
     tokens = torch.randint(1, tiny.IMAGE, (2, 17), generator=generator)
     batch = {"input_ids": tokens}
     if "num_experts" in tiny.FAMILIES[family]:
-        batch["output_router_logits"] = True  # transformers 5.17 reads it nowhere else in models with images
+        batch["output_router_logits"] = True  # as in `routed_batch`
     if family == "gemma3":
         tokens[0, 3:7] = tiny.IMAGE
         pixels = torch.randn(1, 3, 16, 16, generator=generator)
@@ -95,6 +95,13 @@ def batch() -> dict[str, torch.Tensor]:
     mask = torch.ones_like(tokens)
     mask[1, -5:] = 0
     return {"input_ids": tokens, "attention_mask": mask, "labels": tokens.masked_fill(mask == 0, -100)}
+
+
+@pytest.fixture
+def routed_batch(family: str, batch: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """A batch that asks for the routers' loss, where transformers 5.17 reads that from no config: with images."""
+    asked = family in tiny.COMPOSED and "num_experts" in tiny.FAMILIES[family]
+    return {**batch, "output_router_logits": True} if asked else batch
 
 
 @pytest.fixture

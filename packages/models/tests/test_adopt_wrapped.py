@@ -193,7 +193,7 @@ def test_a_compiled_part_without_a_generated_class_is_no_obstacle(images):
 
 @every_family
 @pytest.mark.parametrize("adopt_first", [True, False])
-def test_gradient_checkpointing(config, batch, every_kernel, adopt_first):
+def test_gradient_checkpointing(config, routed_batch, every_kernel, adopt_first):
     plain = config(attention_dropout=0.0)
     expected, model = stock(plain), stock(plain)
     if adopt_first:
@@ -207,16 +207,18 @@ def test_gradient_checkpointing(config, batch, every_kernel, adopt_first):
     # Attention, or what stands in its place.
     next(layers[0].children()).register_forward_pre_hook(lambda *args: recomputed.append(1))
     with binding.proof() as proof:
-        actual = step(model, batch)
+        actual = step(model, routed_batch)
     proof.check()
     assert len(recomputed) == 2
-    torch.testing.assert_close(actual, step(expected.train(), batch), rtol=1e-3, atol=1e-5)
+    torch.testing.assert_close(actual, step(expected.train(), routed_batch), rtol=1e-3, atol=1e-5)
 
 
 @every_family
 def test_generate(config, batch, every_kernel):
     # Upstream's balancing loss does not fit the mask of a token that follows cached ones.
-    plain = config(**({"output_router_logits": False} if hasattr(config(), "output_router_logits") else {}))
+    plain = config(
+        **({"output_router_logits": False} if hasattr(config().get_text_config(), "output_router_logits") else {})
+    )
     expected, model = stock(plain), stock(plain)
     adopt(model, every_kernel, device="cpu")
     prompt = {"input_ids": batch["input_ids"][:, :6], "attention_mask": batch["attention_mask"][:, :6]}

@@ -14,7 +14,9 @@ from opslot_models import adopt, build_foundation_model, families
 from opslot_models._families import generated_module
 from peft import LoraConfig, get_peft_model
 from torch._dynamo.testing import CompileCounterWithBackend
-from transformers import Gemma3ForConditionalGeneration
+
+from packages.models.tests import tiny
+from packages.models.tests.parity import stock
 
 every_family = pytest.mark.parametrize("family", families())
 
@@ -33,13 +35,6 @@ class SupportsDrafter(Protocol):
 
 
 LM_HEADS = ("ForCausalLM", "ForConditionalGeneration")
-
-
-def stock(config):
-    name = type(config).__name__.removesuffix("Config").removesuffix("Text")
-    cls = next(getattr(transformers, name + head) for head in LM_HEADS if hasattr(transformers, name + head))
-    torch.manual_seed(0)
-    return cls._from_config(config)
 
 
 def built(config, ops="eager"):
@@ -106,27 +101,36 @@ def test_with_bound_kernels_and_a_loss_without_logits(config, batch, every_kerne
     assert_same(out.aux_hidden_states, expected)
 
 
+MULTIMODAL = [family for family in families() if family in tiny.COMPOSED or family in tiny.TEXT]
+
+
 @pytest.fixture
-def multimodal(images):
+def multimodal(media):
     """A stock model, what to call it with, and the same adopted."""
-    config, batch = images
+    config, batch = media
     torch.manual_seed(0)
-    upstream = Gemma3ForConditionalGeneration(config).eval()
+    name = type(config).__name__.removesuffix("Config") + "ForConditionalGeneration"
+    upstream = getattr(transformers, name)._from_config(config).eval()
     ours = copy.deepcopy(upstream)
     adopt(ours, "eager", device="cpu")
     return upstream, batch, ours
 
 
+@pytest.mark.parametrize("family", MULTIMODAL)
 def test_a_multimodal_wrapper(multimodal):
     upstream, batch, ours = multimodal
-    expected, _ = by_hand(upstream, upstream.model.language_model.layers, [0, 2], batch)
-    for wrapper in (ours, ours.model):
-        wrapper.set_aux_hidden_state_layers([0, 2])
-        assert_same(wrapper(**batch).aux_hidden_states, expected)
+    stack = upstream.model.language_model.layers
+    layers = [0, len(stack) - 1]
+    expected, _ = by_hand(upstream, stack, layers, batch)
+    inner = {name: value for name, value in batch.items() if name != "output_router_logits"}
+    for wrapper, given in ((ours, batch), (ours.model, inner)):
+        wrapper.set_aux_hidden_state_layers(layers)
+        assert_same(wrapper(**given).aux_hidden_states, expected)
         wrapper.set_aux_hidden_state_layers(())
-        assert not hasattr(wrapper(**batch), "aux_hidden_states")
+        assert not hasattr(wrapper(**given), "aux_hidden_states")
 
 
+@pytest.mark.parametrize("family", ["gemma3"])
 def test_a_model_and_the_models_in_it_are_set_by_themselves(multimodal):
     upstream, batch, ours = multimodal
     texts = {"input_ids": batch["input_ids"]}
@@ -161,12 +165,15 @@ def test_the_protocol_holds_for_models_of_text_and_their_lm_heads_alone(family, 
     assert [name for name, part in model.named_modules() if isinstance(part, SupportsDrafter)] == ["", "model", *inner]
 
 
+@pytest.mark.parametrize("family", MULTIMODAL)
 def test_the_protocol_holds_for_a_multimodal_wrapper_and_no_tower(multimodal):
     upstream, _, ours = multimodal
     for model in (ours, ours.model, ours.model.language_model):
         assert isinstance(model, SupportsDrafter)
         assert (model.supports_eagle3, model.has_own_lm_head, model.has_own_embed_tokens) == (True, False, False)
-    assert not isinstance(ours.model.vision_tower, SupportsDrafter)
+    towers = [getattr(ours.model, name, None) for name in ("vision_tower", "visual", "audio_tower")]
+    assert any(towers)
+    assert not any(isinstance(tower, SupportsDrafter) for tower in towers)
     assert not isinstance(upstream, SupportsDrafter)
 
 

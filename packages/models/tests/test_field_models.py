@@ -124,7 +124,7 @@ def test_c23_layers_do_not_count_against_the_limit_of_recompilations(config, bat
 
 
 @every_family
-def test_c24_kernels_that_return_rubbish_are_seen_in_the_numbers(config, batch):
+def test_c24_kernels_that_return_rubbish_are_seen_in_the_numbers(config, routed_batch):
     """A comparison that both sides run without the kernel passes for ever."""
     registry = Registry()
     registry.add(CORE, "opslot")
@@ -145,12 +145,12 @@ def test_c24_kernels_that_return_rubbish_are_seen_in_the_numbers(config, batch):
     ]
     registry.add(Backend(api=1, kernels=tuple(kernels)), "rubbish")
     model = build_foundation_model(config(), "eager", device="cpu")
-    expected = model(**batch).loss
+    expected = model(**routed_batch).loss
     ops = {row.op for row in opslot.bind(model, "auto", device="cpu", registry=registry).rows}
     for op in sorted(ops - {"rotary_pos_emb_vision"}):  # there are no images here
         binding = opslot.bind(model, {op: "rubbish", "default": "eager"}, device="cpu", registry=registry)
         with binding.proof() as proof:
-            loss = model(**batch).loss
+            loss = model(**routed_batch).loss
             loss.backward()
         proof.check()
         with pytest.raises(AssertionError, match="not close"):
