@@ -3,6 +3,8 @@
 import opslot
 import pytest
 import torch
+from opslot import Backend, KernelSpec, Registry
+from opslot.ops import BACKEND as CORE
 from opslot_models import build_foundation_model
 from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import AutoModelForCausalLM
@@ -38,6 +40,35 @@ def test_the_whole_training_forward_is_one_graph(config, batch, every_kernel):
     assert frames == [1, 1, 1]
     for result in results[1:]:
         torch.testing.assert_close(result, results[0], rtol=1e-4, atol=1e-6)
+
+
+# The guards of sparse attention, of streams and of the delta rule, with their references for kernels. Stock Qwen3-Next
+# fails in torch 2.13 where autograd is traced.
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "backend"), [("deepseek_v4", "aot_eager"), ("glm_moe_dsa", "aot_eager"), ("qwen3_next", "eager")]
+)
+def test_guards_in_the_middle_of_a_method_are_in_the_graph(config, batch, backend):
+    registry = Registry()
+    registry.add(CORE, "opslot")
+    contracts = [contract for contract in registry.contracts() if contract.op != "moe_experts"]  # whose loop is not
+    kernels = [
+        KernelSpec(op=contract.op, variant=contract.variant, name="reference", target=contract.load_reference())
+        for contract in contracts
+    ]
+    registry.add(Backend(api=1, kernels=tuple(kernels)), "references")
+    model = build_foundation_model(config(**router_off(config())), "eager", device="cpu")
+    ops = {contract.config_fields()[0]: "reference" for contract in contracts}
+    for choice in ({}, ops):
+        opslot.bind(model, {"default": "eager", **choice}, device="cpu", registry=registry)
+        expected = gradients(model, model(**batch, use_cache=False).loss)
+        torch._dynamo.reset()
+        counter = CompileCounterWithBackend(backend)
+        compiled = torch.compile(model, backend=counter, fullgraph=True)
+        torch.testing.assert_close(
+            gradients(model, compiled(**batch, use_cache=False).loss), expected, rtol=1e-4, atol=1e-6
+        )
+        assert counter.frame_count == 1
 
 
 def router_off(config):
