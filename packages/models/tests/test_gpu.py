@@ -4,6 +4,7 @@ import opslot
 import pytest
 import torch
 from opslot_models import families
+
 from packages.models.tests.parity import assert_equal, both, perturb
 
 every_family = pytest.mark.parametrize("family", families())
