@@ -10,6 +10,7 @@ from opslot_patchgen import (
     EntryGuard,
     ForwardGuard,
     InverseError,
+    ModelSpec,
     NameCollision,
     RegionGuard,
     Slot,
@@ -17,8 +18,22 @@ from opslot_patchgen import (
     SpecError,
     TargetGone,
     UnreachableGuard,
+    build,
+    lock_family,
+    read_source,
 )
 
+MODULE = "transformers.models.tiny.modeling_tiny"
+FRAME = """\
+import torch
+from torch import nn
+
+
+class TinyPreTrainedModel(PreTrainedModel):
+    pass
+
+
+"""
 NORM = """\
 class TinyNorm(nn.Module):
     def __init__(self, size, eps=1e-6):
@@ -189,6 +204,78 @@ def test_region_guard(generate):
     assert "from acme.adoption import own_loss  # opslot\n" in generated
 
 
+def test_an_entry_guard_in_front_of_a_call(generate):
+    assert """\
+        # upcast
+        x = x.float()
+        kernel = self.rms_norm_op.kernel  # opslot: rms_norm/standard
+        if kernel is not None:  # opslot
+            return kernel(x, self.weight)  # opslot
+        return x.rsqrt() * x
+""" in generate(NORM.replace("self.weight * x", "x.rsqrt() * x"), before("x.rsqrt"))
+
+
+def test_a_kernel_gets_of_a_mapping_what_is_forwarded(generate):
+    text = mapped("rotate(\n            q,\n            k,\n            **kwargs,\n        )")
+    guard = replace(ATTENTION_GUARD, forwarded=(("cu_seqlens", "cu_seq_lens_q"), ("most", "most")))
+    assert """\
+            q, k = kernel(  # opslot
+                q,  # opslot
+                k,  # opslot
+                cu_seqlens=kwargs.get("cu_seq_lens_q"), most=kwargs.get("most"),  # opslot
+            )  # in place  # opslot
+        else:  # opslot
+            q, k = rotate(
+                q,
+                k,
+                **kwargs,
+            )  # in place
+""" in generate(text, guard)
+    assert """\
+                k,  # opslot
+            )  # in place  # opslot
+""" in generate(text, replace(guard, forwarded=()))
+
+
+def test_a_call_guard_may_give_the_value_itself(generate):
+    text = ATTENTION.replace("rotate(q, k, *position)", "tuple(rotate(q, k, *position))")
+    assert """\
+        if kernel is not None:  # opslot
+            q, k = kernel(q, k), None  # opslot
+        else:  # opslot
+            q, k = tuple(rotate(q, k, *position))  # in place
+""" in generate(text, replace(ATTENTION_GUARD, result="kernel(q, k), None"))
+
+
+def test_a_region_may_assign_what_nobody_reads_later(generate):
+    text = HEAD.replace("loss = None\n", "loss = None\n        scale = 2\n        labels = labels\n")
+    assert "loss = kernel(" in generate(text, HEAD_GUARD)
+    with pytest.raises(SourceError, match="assigns labels, logits, loss, scale; the guard sets logits, loss"):
+        generate(text.replace("return loss, logits", "return loss, logits * scale"), HEAD_GUARD)
+
+
+def test_a_region_without_the_operand_of_its_first_call(generate):
+    generated = generate(HEAD, region(operand=False, arguments=("x", "labels"), forwarded=()))
+    assert "loss = kernel(  # opslot\n                x,  # opslot\n                labels,  # opslot\n" in generated
+
+
+def test_a_guard_of_a_later_release_is_in_no_earlier_module(upstream):
+    guard = replace(NORM_GUARD, since="5.24")
+    spec = ModelSpec(family="tiny", source=MODULE, guards=(guard, ATTENTION_GUARD))
+    for version, found in (("5.9.0", 0), ("5.23.4", 0), ("5.24.0.dev0", 1), ("5.100.0", 1), ("6.0.0", 1)):
+        source = read_source(MODULE, upstream(FRAME + NORM + "\n\n" + ATTENTION, version=version))
+        assert build(spec, source, "acme.patches").text.count("# opslot: rms_norm/standard") == found
+        assert ("TinyNorm.forward" in lock_family(spec, source).targets) == bool(found)
+
+
+def test_a_class_that_only_chooses_says_so(upstream):
+    spec = ModelSpec(family="tiny", source=MODULE, guards=(NORM_GUARD,), untrained=("TinyAttention",))
+    text = build(spec, read_source(MODULE, upstream(FRAME + NORM + "\n\n" + ATTENTION)), "acme.patches").text
+    assert '    """Attention."""\n    opslot_untrained = True  # opslot\n' in text
+    with pytest.raises(TargetGone, match="TinyIndexer is gone"):
+        build(replace(spec, untrained=("TinyIndexer",)), read_source(MODULE, upstream(FRAME + NORM)), "acme.patches")
+
+
 def test_forward_guard_is_the_outermost_decorator(generate):
     generated = generate(EXPERTS, EXPERTS_GUARD)
     assert (
@@ -233,7 +320,61 @@ def region(**changes):
     return RegionGuard(**{**vars(HEAD_GUARD), **changes})
 
 
+def before(name):
+    return replace(NORM_GUARD, result="kernel(x, self.weight)", before=name)
+
+
+def mapped(text):
+    return ATTENTION.replace("position):", "position, **kwargs):").replace("rotate(q, k, *position)", text)
+
+
 REFUSALS = {
+    "nothing to stand before": (NORM, before("x.half"), TargetGone, ":19: TinyNorm.forward does not call x.half"),
+    "before a header": (
+        NORM.replace("        x = x.float()\n", "        if x.float() is None:\n            pass\n"),
+        before("x.float"),
+        SourceError,
+        ":21: x.float is not called in a line of TinyNorm.forward itself",
+    ),
+    "before a call in a function inside": (
+        NORM.replace("        x = x.float()\n", "        def wide(x):\n            return x.float()\n"),
+        before("x.float"),
+        SourceError,
+        ":22: x.float is not called in a line of TinyNorm.forward itself",
+    ),
+    "nothing to forward from": (
+        ATTENTION,
+        replace(ATTENTION_GUARD, forwarded=(("cu_seqlens", "cu_seq_lens_q"),)),
+        TargetGone,
+        ":21: rotate gets no `**mapping`",
+    ),
+    "a mapping beside another argument": (
+        mapped("rotate(q, k, **kwargs)"),
+        replace(ATTENTION_GUARD, forwarded=()),
+        SourceError,
+        ":21: a mapping that no kernel gets does not stand on a line of its own",
+    ),
+    "a value in a return": (
+        ATTENTION,
+        replace(ATTENTION_GUARD, call="q.view", result="kernel(q, k)"),
+        TargetGone,
+        "does not call q.view",
+    ),
+    "read in the next round of a loop": (
+        """\
+class TinyForCausalLM(TinyPreTrainedModel):
+    def forward(self, x, labels=None, **kwargs):
+        for n in x:
+            self.note(n, scale)
+            logits = self.lm_head(x)
+            scale = 2
+            loss = self.loss_function(logits, labels, **kwargs)
+        return loss
+""",
+        HEAD_GUARD,
+        SourceError,
+        ":18: the region from self.lm_head to self.loss_function assigns logits, loss, scale; the guard sets",
+    ),
     "target gone": (
         NORM,
         entry("TinyNorms.forward"),

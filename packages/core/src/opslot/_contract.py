@@ -75,10 +75,12 @@ class OpContract:
     the op and `<op>_implementation`; `prefix` may stand before every value of it ("fused_"). `aliases` are other
     "op/variant" names of this contract. `activation` is the function that the maths applies: a slot that names its
     module's activation is refused when that one computes something else. `runs_when` says what a model must be asked
-    for before it computes this op at all ("it gets labels"), for those who wonder why a kernel did not run. `rows`
-    names the arguments that hold independent rows (tokens, or whole sequences where the rows of one depend on each
-    other), each with the dimension along which they lie; the outputs' is that of the first. `packed` names those
-    in which `cu_seqlens` packs sequences, with the dimension of the tokens; the first output's is that of the first.
+    for before it computes this op at all ("it gets labels"), for those who wonder why a kernel did not run. `stored`
+    are the results, by number, that a model may only keep for later (the state of a cache), so that no gradient need
+    come back through them. `rows` names the arguments that hold independent rows (tokens, or whole sequences where the
+    rows of one depend on each other), each with the dimension along which they lie; the outputs' is that of the first.
+    `packed` names those in which `cu_seqlens` packs sequences, with the dimension of the tokens; the first output's is
+    that of the first.
     `workload` is what benchmarks run.
     """
 

@@ -42,19 +42,20 @@ def _forward_edit(tree: Tree, guard: ForwardGuard) -> Edit:
 
 def _entry_edit(tree: Tree, guard: EntryGuard) -> Edit:
     method = _reachable_method(tree, guard.target)
-    at, indent = tree.body(method) if guard.before is None else _in_front(tree, _only_call(tree, method, guard.before))
+    at, indent = tree.body(method) if guard.before is None else _in_front(tree, method, guard.before)
     _require_known(tree, method, guard.slot, at, guard.result)
     head = _read_slot(guard.slot, indent)
     return insertion(at, *head, f"{indent}    return {guard.result}  # opslot")
 
 
-def _in_front(tree: Tree, call: cst.Call) -> tuple[int, str]:
-    """Where the statement that holds a call begins, and its indentation."""
-    lines = [line for line in tree.walk(tree.module, cst.SimpleStatementLine) if tree.holds(line, call)]
-    if not lines:
-        raise SourceError(f"{tree.at(call)}: {tree.code(call.func)} is called in the header of a block, not in a line")
-    statement = lines[-1]
-    return tree.first_line(statement), " " * tree.position(statement).start.column
+def _in_front(tree: Tree, method: Method, callee: str) -> tuple[int, str]:
+    """Where the statement that holds the only call of `callee` begins, and its indentation."""
+    call = _only_call(tree, method, callee)
+    functions = [each for each in tree.walk(method.node, cst.FunctionDef) if tree.holds(each, call)]
+    lines = [line for line in tree.walk(method.node, cst.SimpleStatementLine) if tree.holds(line, call)]
+    if len(functions) > 1 or not lines:
+        raise SourceError(f"{tree.at(call)}: {callee} is not called in a line of {method.name} itself")
+    return tree.first_line(lines[-1]), " " * tree.position(lines[-1]).start.column
 
 
 def _call_edit(tree: Tree, guard: CallGuard) -> Edit:
