@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from opslot import registry
-from opslot_patchgen import Guard, ModelSpec, load_specs, set_names
+from opslot_patchgen import CallGuard, Guard, ModelSpec, RegionGuard, load_specs, set_names
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs/models.md"
@@ -22,9 +22,10 @@ HEAD = """\
 Which op of which family can run a kernel, where its guard stands, and which backends have one.
 `scripts/coverage_page.py` writes this page from the specs, the generated files and the backends of this repository.
 
-An op without a guard runs transformers' own code: attention is chosen by `attn_implementation`, and the losses of
-heads other than those for language modelling stay where transformers has them, in its generic heads. How to add one:
-[Add a model](adding-a-model.md).
+An empty cell: the family does not compute the op, or computes it in a way that no contract has, which its list names
+with the reason. Without a guard, transformers' own code runs: attention is chosen by `attn_implementation`, routers
+have no op, and the losses of heads other than those for language modelling stay in transformers' generic heads.
+"eager alone": no backend of this repository has a kernel yet. How to add a family: [Add a model](adding-a-model.md).
 """
 
 
@@ -57,13 +58,16 @@ def family(spec: ModelSpec, sets: list[str]) -> list[str]:
         f"| op / variant | guard | line in {' | line in '.join(map(release, sets))} | kernels |",
         f"|---|---|{'---|' * len(sets)}---|",
     ]
-    unguarded = [f"- `{target}` has no guard for what it {reason}" for target, reason in spec.unguarded]
+    notes = [f"- `{target}` has no guard for what it {reason}" for target, reason in spec.unguarded]
+    notes += [f"- `{name}` only chooses indices: no gradient comes back into it" for name in spec.untrained]
+    whens = {(guard.slot.marker, guard.when) for guard in spec.guards if isinstance(guard, CallGuard | RegionGuard)}
+    notes += [f"- a kernel of `{slot}` runs where `{when}`" for slot, when in sorted(whens, key=str) if when]
     places = [guard_lines(spec, name) for name in sets]
     for guard in sorted(spec.guards, key=lambda guard: (guard.slot.marker, guard.site)):
-        links = [link(spec, name, lines_of.get(guard.site)) for name, lines_of in zip(sets, places, strict=True)]
+        links = [link(spec, name, guard, lines_of.get(guard.site)) for name, lines_of in zip(sets, places, strict=True)]
         cells = [f"`{guard.slot.marker}`", f"`{site(guard)}`", *links, kernels(guard)]
         lines.append(f"| {' | '.join(cells)} |")
-    return [*lines, *(["", *unguarded] if unguarded else [])]
+    return [*lines, *(["", *notes] if notes else [])]
 
 
 def guard_lines(spec: ModelSpec, name: str) -> dict[str, int]:
@@ -89,9 +93,10 @@ def site(guard: Guard) -> str:
     return guard.site if "." in guard.target else f"{guard.target}.forward, from outside its decorators"
 
 
-def link(spec: ModelSpec, name: str, line: int | None) -> str:
+def link(spec: ModelSpec, name: str, guard: Guard, line: int | None) -> str:
     if line is None:
-        return "none: other maths there"
+        assert guard.since is not None
+        return f"none: {guard.since[1]}"
     path = (GENERATED / name / f"modeling_{spec.family}.py").relative_to(ROOT)
     return f"[{line}](../{path.as_posix()}#L{line})"
 

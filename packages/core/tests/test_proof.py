@@ -200,7 +200,8 @@ def test_modules_that_are_called_but_not_their_kernel(known, make_contract, make
         model[1](x, ask=None).backward()
     assert reasons(proof) == [
         "its module was called, but not the kernel",
-        "its module was called, but not the kernel. It runs when the model is asked to",
+        "its module was called, but not the kernel. It runs when the model is asked to; if that is not meant, choose "
+        "asked: eager",
     ]
     with binding.proof() as proof:
         with torch.no_grad():

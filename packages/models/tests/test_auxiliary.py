@@ -3,6 +3,7 @@
 import copy
 import io
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 from typing import ClassVar, Literal, Protocol, runtime_checkable
 
@@ -364,11 +365,11 @@ def test_the_default_layers(config):
 @pytest.mark.parametrize(
     ("drafter", "layers"),
     [
-        ({"eagle_aux_hidden_state_layer_ids": [2, 0]}, (0, 2)),
+        ({"eagle_aux_hidden_state_layer_ids": [0, 2]}, (0, 2)),
         ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1]}}, (1,)),
         ({"dflash_config": {"target_layer_ids": [0, 1]}}, (1, 2)),
         ({"dspark_target_layer_ids": [1]}, (2,)),
-        ({"target_layer_ids": [1, 0]}, (1, 2)),
+        ({"target_layer_ids": [0, 1]}, (1, 2)),
         ({"eagle_aux_hidden_state_layer_ids": [], "target_layer_ids": [1]}, (2,)),
         ({"eagle_aux_hidden_state_layer_ids": [1], "dflash_config": {"target_layer_ids": [1]}}, (1,)),
     ],
@@ -384,12 +385,24 @@ def test_the_layers_of_a_drafter_win(model, drafter, layers):
 @pytest.mark.parametrize(
     ("drafter", "words"),
     [
-        ({"target_layer_ids": [2]}, r"target_layer_ids is \[2\], and .* has 3 layers: .* from 0 to 1, since the state"),
-        ({"target_layer_ids": [0, 0]}, "different integers"),
+        (
+            {"target_layer_ids": [2]},
+            r"target_layer_ids is \[2\], and .* has 3 layers: .* from 0 to 1, since .*, and the state",
+        ),
+        ({"target_layer_ids": [0, 0]}, "increasing integers"),
+        ({"target_layer_ids": [1, 0]}, "increasing integers from 0 to 1, since states come in the order of layers"),
         ({"dflash_config": {"target_layer_ids": "all"}}, r"dflash_config\.target_layer_ids is 'all'"),
-        ({"eagle_aux_hidden_state_layer_ids": [3]}, r"from 0 to 2\. Is this the drafter of another model"),
+        ({"eagle_aux_hidden_state_layer_ids": [3]}, r"from 0 to 2, .*of layers\. Is this the drafter of another model"),
     ],
 )
 def test_a_drafter_of_another_model_is_refused(model, drafter, words):
     with pytest.raises(OpslotError, match=words):
         model.get_eagle3_default_aux_hidden_state_layers(drafter)
+
+
+@pytest.mark.parametrize("config", ["path/to/drafter", Path("config.json"), [1, 2]], ids=repr)
+def test_what_is_no_config_of_a_drafter_is_refused(model, config):
+    with pytest.raises(
+        OpslotError, match=r"pass the drafter's config, AutoConfig\.from_pretrained\(path\) or what json"
+    ):
+        model.get_eagle3_default_aux_hidden_state_layers(config)

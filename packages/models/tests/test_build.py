@@ -1,5 +1,6 @@
 import json
 from importlib.metadata import distributions
+from pathlib import Path
 
 import opslot
 import pytest
@@ -276,3 +277,11 @@ def test_two_models_hold_different_kernels(config):
     assert one.model.norm.rms_norm_op.kernel is not None
     assert two.model.norm.rms_norm_op.kernel is None
     assert opslot.OpSlot("rms_norm").kernel is None
+
+
+@pytest.mark.parametrize("name", ["./not/there", "~/not_there", "/not/there"])
+def test_a_folder_that_is_not_there(name):
+    with pytest.raises(OpslotError, match=f"there is no folder {name}, where the checkpoint should be"):
+        build_foundation_model(name)
+    with pytest.raises(OpslotError, match="there is no folder"):
+        build_foundation_model(Path(name))

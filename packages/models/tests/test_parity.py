@@ -305,12 +305,28 @@ def test_packed_sequences_of_a_hybrid_need_kernels_that_take_them_apart(config, 
     positions = torch.cat([torch.arange(piece.shape[1]) for piece in pieces])[None]
     ends = torch.tensor(ENDS, dtype=torch.int32)
     # What a collator of packed sequences gives.
-    packed = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": 11, "max_length_k": 11}
+    others = torch.tensor([0, 17], dtype=torch.int32)
+    packed = {"cu_seq_lens_q": ends, "cu_seq_lens_k": others, "max_length_q": 11, "max_length_k": 17}
     packed |= {"input_ids": tokens, "position_ids": positions, "use_cache": False}
     apart = torch.cat([ours(piece).logits for piece in pieces], dim=1)
     torch.testing.assert_close(ours(**packed).logits, apart, rtol=1e-4, atol=1e-5)
     for op in ("causal_conv1d", "chunk_gated_delta_rule"):
         assert torch.equal(recorders[op, "standard"].calls[-1]["cu_seqlens"], ends)
+    with pytest.raises(BindError, match=r"seq_idx without cu_seq_lens_q reaches .*GatedDeltaNet, whose kernel of"):
+        ours(input_ids=tokens, seq_idx=torch.zeros(1, 17, dtype=torch.int32))
+    opslot.bind(ours, ops | {"causal_conv1d": "eager"}, device="cpu", registry=registry)
+    with pytest.raises(BindError, match=r"packed sequences .* and none of causal_conv1d, which would run over"):
+        ours(**packed)
+
+
+@pytest.mark.parametrize("family", HYBRID)
+def test_a_convolution_with_another_activation_gets_no_kernel(config, batch, recorded):
+    registry, _ = recorded
+    upstream, ours = both(config(hidden_act="gelu"))
+    with pytest.raises(BindError, match="its activation is 'gelu', and kernels compute SiLU"):
+        opslot.bind(ours, {"causal_conv1d": "recorder", "default": "eager"}, device="cpu", registry=registry)
+    opslot.bind(ours, {"chunk_gated_delta_rule": "recorder", "default": "eager"}, device="cpu", registry=registry)
+    torch.testing.assert_close(ours(**batch).loss, upstream(**batch).loss)
 
 
 @pytest.mark.parametrize("family", ["phi3"])

@@ -213,3 +213,28 @@ def test_a_compiled_model_runs_stock_code_afterwards(config, batch, in_place):
     unadopt(model)
     same(compiled(**batch), expected(**batch))
     torch._dynamo.reset()
+
+
+def test_nothing_is_left_of_states_for_a_drafter(config, batch):
+    model = stock(config(output_router_logits=False))
+    adopt(model, "eager", device="cpu")
+    for one in (model, model.model):
+        one.set_aux_hidden_state_layers([1])
+    unadopt(model)
+    assert not hasattr(model(**batch), "aux_hidden_states")
+    assert not any("_aux_hidden_state_hooks" in vars(module) for module in model.modules())
+
+
+def test_kernels_are_not_put_back_into_a_stock_model(config):
+    model = stock(config())
+    binding = adopt(model, "auto", device="cpu").binding
+    unadopt(model)
+    before = [dict(vars(module)) for module in model.modules()]
+    with pytest.raises(
+        BindError, match="the class of the module was changed after bind and has no such slot: bind or adopt"
+    ):
+        binding.apply()
+    assert [dict(vars(module)) for module in model.modules()] == before
+    adopt(model, "eager", device="cpu")
+    binding.apply()
+    assert binding.verify() == ()

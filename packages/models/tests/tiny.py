@@ -13,6 +13,8 @@ COMMON = {
     "head_dim": 16,
     "max_position_embeddings": 64,
     "pad_token_id": 0,
+    # Large, so that a kernel that is given another shows.
+    "rms_norm_eps": 0.02,
 }
 # Every op of a family runs, and what only some of its models have: biases, sliding windows, a dense layer.
 LATENT = {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 12}
@@ -68,6 +70,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "index_topk": 2,
         "hc_mult": 3,
         "hc_sinkhorn_iters": 4,
+        "hc_eps": 0.05,
         "n_routed_experts": 6,
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 32,

@@ -260,7 +260,7 @@ def test_a_region_without_the_operand_of_its_first_call(generate):
 
 
 def test_a_guard_of_a_later_release_is_in_no_earlier_module(upstream):
-    guard = replace(NORM_GUARD, since="5.24")
+    guard = replace(NORM_GUARD, since=("5.24", "no weight"))
     spec = ModelSpec(family="tiny", source=MODULE, guards=(guard, ATTENTION_GUARD))
     for version, found in (("5.9.0", 0), ("5.23.4", 0), ("5.24.0.dev0", 1), ("5.100.0", 1), ("6.0.0", 1)):
         source = read_source(MODULE, upstream(FRAME + NORM + "\n\n" + ATTENTION, version=version))

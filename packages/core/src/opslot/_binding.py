@@ -61,6 +61,9 @@ class Row:
         return f"{self.module or 'the model'} ({self.op}/{self.variant} -> {self.kernel})"
 
 
+_CHANGED = "the class of the module was changed after bind and has no such slot"
+
+
 @dataclass(frozen=True)
 class Write:
     """One change to an instance: `slot` in place of `original`; None stands for the class's own slot."""
@@ -92,7 +95,7 @@ class Write:
             return "another module was put beside it after bind, as PEFT's modules_to_save do, and may run in its place"
         now = getattr(self.module, self.attribute, None)
         if now is None:
-            return "the class of the module was changed after bind and has no such slot"
+            return _CHANGED
         if not self.in_place() or now.offer != (self.slot.offer if self.slot else None):
             return "the slot was bound again or unbound"
         if self.slot is None or self.slot.offer is None:
@@ -124,7 +127,11 @@ class Binding:
         self._proving = False
 
     def apply(self) -> None:
+        """Put the kernels in again. Raises `BindError` where a module's class has no such slot any more (`unadopt`)."""
         _refuse_in_backward("bound")
+        for row, write in zip(self.rows, self._writes, strict=True):
+            if not isinstance(getattr(write.module, write.attribute, None), OpSlot):
+                raise BindError(f"{row.where}: {_CHANGED}: bind or adopt the model again")
         for write in self._writes:
             write.do(write.slot)
 

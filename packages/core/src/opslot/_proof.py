@@ -60,7 +60,8 @@ class Proof:
     returns something else than its contract's reference (None, a tuple for a tensor) raises `BindError` at the call.
     A gradient that a backward leaves out is seen in eager code alone, since compilers write zeros there, and an
     argument is proven when one of the results gave it a gradient. A module whose class has `opslot_untrained = True`
-    only chooses indices, and no gradient is waited for in it. Of the modules that PEFT's modules_to_save hold in one
+    only chooses indices, and no gradient is waited for in it; in one with `opslot_whole = True` whose own kernel ran,
+    nothing else need run. Of the modules that PEFT's modules_to_save hold in one
     place, those that ran are judged.
     """
 
@@ -127,8 +128,10 @@ class Proof:
             for name in binding._writes[index].names
             if counts[_MODULE] + counts[_MODULE_NO_GRAD]
         }
-        modules = canonical_modules(binding._model)
+        modules = list(canonical_modules(binding._model))
         untrained = [name for name, module in modules if getattr(module, "opslot_untrained", False)]
+        ran = {name for index in self._counts for name in binding._writes[index].names if self._ran(index)}
+        whole = [name for name, module in modules if name in ran and getattr(module, "opslot_whole", False)]
         found = []
         for index, (row, write) in enumerate(zip(binding.rows, binding._writes, strict=True)):
             if write.slot is None or write.slot.offer is None:
@@ -141,14 +144,21 @@ class Proof:
                 and any((name, write.attribute) in called for name in write.names)
             ):
                 continue  # another module ran in its place
-            inside = any(f"{name}.".startswith(f"{chooser}.") for name in write.names for chooser in untrained)
-            reason = _missed(write, counts, idle, backward and write.slot.offer.spec.backward and not inside)
+            if not was_called and any(_is_below(name, holder) for name in write.names for holder in whole):
+                continue  # the kernel of the module that holds it ran in its place
+            inside = any(_is_below(name, chooser) for name in write.names for chooser in untrained)
+            due = backward and write.slot.offer.spec.backward and not inside
+            reason = _missed(write, counts, idle, due)
             # A kernel that ran where it no longer belongs, since an activation changed, is no proof either.
             reason = problems[index] if reason and problems[index] else reason
             reason = reason or obstacle(write.module, write.attribute, write.contract) or ""
             if reason:
                 found.append(Miss(row, reason))
         return tuple(found)
+
+    def _ran(self, index: int) -> bool:
+        counts = self._counts[index].tolist()
+        return bool(counts[_KERNEL] + counts[_KERNEL_NO_GRAD])
 
     def check(self, *, backward: bool = True) -> None:
         """Raise `BindError` that names every miss."""
@@ -164,6 +174,11 @@ class Proof:
             )
 
 
+def _is_below(name: str, holder: str) -> bool:
+    """Whether a module is the other one or in it, by their names; the model's own is empty."""
+    return not holder or f"{name}.".startswith(f"{holder}.")
+
+
 def _missed(write: "Write", counts: Sequence[int], idle: bool, backward: bool) -> str:
     if not counts[_KERNEL] + counts[_KERNEL_NO_GRAD]:
         if idle:
@@ -176,7 +191,12 @@ def _missed(write: "Write", counts: Sequence[int], idle: bool, backward: bool) -
         called = "its module was called, but not the kernel"
         if not counts[_MODULE]:
             called = "its module was called only without gradients (no_grad), and did not call the kernel"
-        return f"{called}. It runs when {write.contract.runs_when}" if write.contract.runs_when else called
+        when = write.contract.runs_when
+        return (
+            f"{called}. It runs when {when}; if that is not meant, choose {write.contract.op}: eager"
+            if when
+            else called
+        )
     missed = _missed_backward(write.contract, counts) if backward else ""
     # Indices that an op chooses have no gradient, with any kernel.
     return missed if missed and any(_given(write.contract).values()) else ""

@@ -15,6 +15,7 @@ from ._attention import choosing_attention
 from ._families import GENERATED, families
 from ._left import Left, left
 from .adoption import plan_restore, plan_swaps
+from .auxiliary import remove_auxiliary_hooks
 
 # Where a model remembers what attention it had before `adopt` chose, so that a copy of it knows too.
 _ATTENTION = "_opslot_attention_before"
@@ -82,9 +83,9 @@ def adopt(
 def unadopt(model: torch.nn.Module) -> tuple[str, ...]:
     """Give an adopted or built model upstream's classes again, in place; returns the names of the modules that changed.
 
-    Afterwards the model is stock: no slots and no kernels, no `opslot_binding`, and the attention that it had before
-    `adopt` chose another. Weights and gradients stay. A subclass of a generated class that a user wrote keeps its
-    class, without kernels.
+    Afterwards the model is stock: no slots and no kernels, no `opslot_binding`, no auxiliary hidden states, and the
+    attention that it had before `adopt` chose another. Weights and gradients stay. A subclass of a generated class that
+    a user wrote keeps its class, without kernels.
 
     Raises `BindError` when no module has a generated class, during backward, and where upstream's code would not run
     afterwards: a replaced forward, a parametrised module, a class of upstream's that something has replaced. After an
@@ -116,6 +117,7 @@ def _forget(module: torch.nn.Module) -> None:
         else:
             held[name] = slot.bound_to(None, None)  # which the module's own __init__ made
     held.pop("opslot_binding", None)
+    remove_auxiliary_hooks(module)
 
 
 def _choose_attention(model: torch.nn.Module, name: str, undo: ExitStack) -> None:

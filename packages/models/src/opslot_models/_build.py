@@ -65,6 +65,7 @@ def build_foundation_model(
             _rehearse(cls, config_or_path, ops, device, kwargs)
             model = cls._from_config(config_or_path, **kwargs)
         else:
+            _require_folder(config_or_path)
             config = AutoConfig.from_pretrained(config_or_path, **{k: v for k, v in kwargs.items() if k in _HUB})
             cls = _model_class(config, architecture)
             _rehearse(cls, config, ops, device, kwargs)
@@ -72,6 +73,13 @@ def build_foundation_model(
     model.opslot_binding = bind(model, ops, device=device)
     built: PreTrainedModel = model
     return built
+
+
+def _require_folder(path: str | Path) -> None:
+    """Say so of a folder that is not there: the hub would say that its name is no name of the hub."""
+    local = isinstance(path, Path) or path.startswith(("/", ".", "~"))
+    if local and not Path(path).is_dir():
+        raise OpslotError(f"there is no folder {path}, where the checkpoint should be")
 
 
 def _model_class(config: PreTrainedConfig, architecture: str | None) -> type[PreTrainedModel]:

@@ -53,28 +53,43 @@ def codec_head_loss_obstacle(talker: Any) -> str | None:
     return own_loss(talker) or (f"its codec_head {head}" if head else None)
 
 
-def latent_obstacle(attention: Any) -> str | None:
-    """Why no kernel may attend to the latents of this attention, or None: it reads a projection as a tensor."""
+def sparse_obstacle(attention: Any) -> str | None:
+    """Why no kernel may attend to chosen keys here, or None: the user has chosen another attention than upstream's."""
     chosen = attention.config._attn_implementation
-    if chosen not in ("eager", "sdpa"):
-        return f"its config has attn_implementation={chosen!r}, which attends to chosen keys by itself"
+    return None if chosen in _DENSE else f"its config has attn_implementation={chosen!r}, which a kernel would bypass"
+
+
+def latent_obstacle(attention: Any) -> str | None:
+    """As `sparse_obstacle`, for a kernel that reads the projection of the latents as a tensor."""
     projection = _linear_obstacle(attention.kv_b_proj)
-    return f"its kv_b_proj {projection}" if projection else None
+    return sparse_obstacle(attention) or (f"its kv_b_proj {projection}" if projection else None)
+
+
+# Upstream's own, in which it masks what was not chosen.
+_DENSE = ("eager", "sdpa")
 
 
 def runs_sparse(attention: Any, mask: Any, kwargs: Mapping[str, Any]) -> bool:
-    """Whether a kernel may run this call: it needs the mask, drops out nothing and returns no attention weights."""
-    if attention.training and attention.attention_dropout:
+    """Whether a kernel may run this call: it needs the mask, drops out nothing and returns no attention weights.
+
+    A float mask that adds anything but 0 or the lowest value is no mask to a kernel, and an error, on the device.
+    """
+    if (attention.training and attention.attention_dropout) or attention.config._attn_implementation not in _DENSE:
         return False
     weights = kwargs.get("output_attentions", attention.config.output_attentions)
-    return isinstance(mask, torch.Tensor) and not weights
+    if weights or not isinstance(mask, torch.Tensor):
+        return False
+    if mask.is_floating_point():
+        plain = (mask == 0) | (mask <= torch.finfo(torch.float16).min)
+        torch._assert_async(plain.all(), "a kernel of dsa_attention takes no bias in the attention mask: choose eager")
+    return True
 
 
-def keys_in_mask(attention: Any, mask: torch.Tensor) -> torch.Tensor:
-    """The columns that an additive mask [B, 1, S, T] lets a query see, as [B, S, K] indices that end in -1.
+def keys_in_mask(attention: Any, mask: torch.Tensor, batch: int) -> torch.Tensor:
+    """The columns that an additive mask [B or 1, 1, S, T] lets a query see, as [B, S, K] indices that end in -1.
 
     K is what DeepSeek-V4 can let a query see at most, known without a look at the mask: its window, and with a
-    compressor the entries that its indexer chooses, or all of them.
+    compressor the entries that its indexer chooses, or all of them. A mask that shows more is an error, on the device.
     """
     total, seen = mask.shape[-1], attention.sliding_window
     if attention.compressor is not None:
@@ -82,11 +97,43 @@ def keys_in_mask(attention: Any, mask: torch.Tensor) -> torch.Tensor:
         seen += total if indexer is None else indexer.index_topk
     width = min(total, seen)
     allowed = (mask == 0).squeeze(1)
+    count = allowed.cumsum(-1)
+    torch._assert_async(
+        (count[..., -1] <= width).all(),
+        "the attention mask shows more keys than a window of DeepSeek-V4: choose dsa_attention: eager",
+    )
     # The n-th column that is allowed goes to place n, every other one to a last place that is cut off.
-    places = torch.where(allowed, allowed.cumsum(-1) - 1, width)
-    keys = torch.full((*allowed.shape[:-1], width + 1), -1, dtype=torch.long, device=mask.device)
+    places = torch.where(allowed, count - 1, total)
+    keys = torch.full((*allowed.shape[:-1], total + 1), -1, dtype=torch.long, device=mask.device)
     columns = torch.arange(total, device=mask.device).expand_as(places)
-    return keys.scatter_(-1, places, columns)[..., :width]
+    return keys.scatter_(-1, places, columns)[..., :width].expand(batch, -1, -1)
+
+
+def convolution_obstacle(net: Any) -> str | None:
+    """Why no kernel may convolve here, or None: it knows SiLU alone."""
+    known = net.activation in (None, "silu", "swish")
+    return None if known else f"its activation is {net.activation!r}, and kernels compute SiLU"
+
+
+def packs_alike(net: Any, kwargs: Mapping[str, Any]) -> bool:
+    """Always true: raises `BindError` for packed sequences that one of the layer's two ops would run together.
+
+    Upstream's convolution takes sequences apart by `seq_idx` and where it has a library for it, kernels by
+    `cu_seq_lens_q`; the delta rule takes that in both.
+    """
+    convolves, packed = net.causal_conv1d_op.kernel is not None, kwargs.get("cu_seq_lens_q") is not None
+    indexed = kwargs.get("seq_idx") is not None
+    if packed and not convolves and not indexed and net.chunk_gated_delta_rule_op.kernel is not None:
+        raise BindError(
+            f"packed sequences (cu_seq_lens_q) reach {type(net).__name__} with a kernel of chunk_gated_delta_rule and "
+            "none of causal_conv1d, which would run over their ends: choose a kernel for causal_conv1d too"
+        )
+    if indexed and not packed and convolves:
+        raise BindError(
+            f"seq_idx without cu_seq_lens_q reaches {type(net).__name__}, whose kernel of causal_conv1d takes packed "
+            "sequences apart by cu_seq_lens_q alone: pass it too, or choose causal_conv1d: eager"
+        )
+    return True
 
 
 def _linear_obstacle(linear: Any) -> str | None:

@@ -6,6 +6,7 @@ Generated modules decorate their text models and the models that hold one; users
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from os import PathLike
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -42,8 +43,7 @@ def set_aux_hidden_state_layers(self: torch.nn.Module, layers: Sequence[int]) ->
     """
     stack = _decoder_layers(self)
     chosen = _require_layers(layers, len(stack), type(self).__name__)
-    for handle in vars(self).pop(_HANDLES, ()):
-        handle.remove()
+    remove_auxiliary_hooks(self)
     if chosen:
         record = _Record()
         begin = self.register_forward_pre_hook(_Begin(record))
@@ -53,28 +53,40 @@ def set_aux_hidden_state_layers(self: torch.nn.Module, layers: Sequence[int]) ->
         setattr(self, _HANDLES, (begin, *keep, attach))
 
 
+def remove_auxiliary_hooks(model: torch.nn.Module) -> None:
+    """What `set_aux_hidden_state_layers(())` does, on a module of any class."""
+    for handle in vars(model).pop(_HANDLES, ()):
+        handle.remove()
+
+
 def get_eagle3_default_aux_hidden_state_layers(self: torch.nn.Module, drafter_config: Any = None) -> tuple[int, ...]:
     """The layers that the drafter of this config was trained on, else (2, L // 2, L - 3) of L layers.
 
     `drafter_config`: a config object or a mapping, as the drafter's `config.json` has it. It may name layers as
     `eagle_aux_hidden_state_layer_ids` (or in its `eagle_config`), which are those that a state enters; or as
     `target_layer_ids` (or in its `dflash_config`) or `dspark_target_layer_ids`, which are those that it leaves, so
-    that it enters the next: `[1, 9]` gives `(2, 10)`.
+    that it enters the next: `[1, 9]` gives `(2, 10)`. Where it has several of these, the first named here counts.
 
-    Raises `OpslotError` for layers that the model does not have, and for a model too shallow for the default.
+    Raises `OpslotError` for layers that the model does not have or that do not increase, for a model too shallow for
+    the default, and for what is no config: a path is not read.
     """
+    if isinstance(drafter_config, str | PathLike | Sequence):
+        raise OpslotError(
+            f"drafter_config is {drafter_config!r}: pass the drafter's config, AutoConfig.from_pretrained(path) or "
+            "what json.load gives of its config.json"
+        )
     depth, name = len(_decoder_layers(self)), type(self).__name__
     named = _named_layers(drafter_config)
     if named is not None:
         field, ids, shift = named
-        if not (_is_sequence(ids) and all(_is_layer(i, depth - shift) for i in ids) and len(set(ids)) == len(ids)):
+        if not (_is_sequence(ids) and all(_is_layer(i, depth - shift) for i in ids) and list(ids) == sorted(set(ids))):
             raise OpslotError(
-                f"the drafter's {field} is {ids!r}, and {name} has {depth} layers: there it takes different integers "
-                f"from 0 to {depth - shift - 1}"
-                + (", since the state that leaves the last layer enters none" if shift else "")
+                f"the drafter's {field} is {ids!r}, and {name} has {depth} layers: there it takes increasing integers "
+                f"from 0 to {depth - shift - 1}, since states come in the order of layers"
+                + (", and the state that leaves the last layer enters none" if shift else "")
                 + ". Is this the drafter of another model?"
             )
-        return tuple(sorted(i + shift for i in ids))
+        return tuple(i + shift for i in ids)
     default = (2, depth // 2, depth - 3)
     if not default[0] < default[1] < default[2]:
         raise OpslotError(
@@ -144,7 +156,8 @@ class _Attach:
         if missing:
             raise OpslotError(
                 f"layers {missing} of {type(model).__name__} did not run, so there are no states of theirs: were they "
-                "replaced or skipped? Call set_aux_hidden_state_layers again, with layers that run"
+                "replaced or skipped? Call set_aux_hidden_state_layers again, with layers that run; and "
+                "torch._dynamo.reset() where the model was compiled before"
             )
         states = tuple(kept[i] for i in self.layers)
         if isinstance(output, tuple):

@@ -29,6 +29,7 @@ def module_edits(tree: Tree, spec: ModelSpec) -> list[Edit]:
         *_our_imports(tree, spec, also),
         *_slots(tree, spec),
         *(_in_class(tree, tree.find(name), "opslot_untrained = True  # opslot") for name in spec.untrained),
+        *(_in_class(tree, tree.find(name), "opslot_whole = True  # opslot") for name in spec.whole),
         *_identity(tree),
         *(_adopting_head(tree, head) for head in heads),
         *(_adopting_constructor(tree, constructor) for constructor in composed),

@@ -52,11 +52,13 @@ class Slot:
 
 @dataclass(frozen=True, kw_only=True)
 class _Guard:
-    """`since` is the first release ("5.24") whose maths at the target is that of the slot; before it there is none."""
+    """`since` is the first release whose maths at the target is that of the slot, and what it was before, which has no
+    guard: ("5.24", "multiplies after rounding").
+    """
 
     target: str
     slot: Slot
-    since: str | None = None
+    since: tuple[str, str] | None = None
 
     @property
     def functions(self) -> tuple[str, ...]:
@@ -65,7 +67,7 @@ class _Guard:
 
     def is_in(self, version: str) -> bool:
         """Whether the guard stands in what is generated from that version of transformers."""
-        return self.since is None or _release(version) >= _release(self.since)
+        return self.since is None or _release(version) >= _release(self.since[0])
 
     @property
     def site(self) -> str:
@@ -192,7 +194,8 @@ class ModelSpec:
     """All guards of one family; `source` is the dotted name of the transformers module they go into.
 
     `unguarded` names what upstream computes that an op would cover if its maths were that of a contract: a method with
-    the reason. `untrained` are classes that only choose indices, so that no gradient comes back into them.
+    the reason. `untrained` are classes that only choose indices, so that no gradient comes back into them; `whole` are
+    classes whose kernel stands for all that they hold, so that no module in them runs beside it.
     """
 
     family: str
@@ -200,9 +203,10 @@ class ModelSpec:
     guards: tuple[Guard, ...]
     unguarded: tuple[tuple[str, str], ...] = ()
     untrained: tuple[str, ...] = ()
+    whole: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        for name in (self.family, *self.untrained):
+        for name in (self.family, *self.untrained, *self.whole):
             _require(_NAME, name, "name")
         _require(_DOTTED, self.source, "source")
         if not self.source.startswith("transformers.models."):
@@ -233,9 +237,12 @@ def _release(version: str) -> tuple[int, int]:
     return int(major), int(minor)
 
 
-def _require_since(since: str | None) -> None:
+def _require_since(since: tuple[str, str] | None) -> None:
     if since is not None:
-        _require(_RELEASE, since, "release")
+        release, before = since
+        _require(_RELEASE, release, "release")
+        if not before:
+            raise SpecError(f"nothing is said of the maths before {release}")
 
 
 def _require_used(guard: CallGuard | RegionGuard, expressions: str) -> None:

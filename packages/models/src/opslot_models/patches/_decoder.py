@@ -8,7 +8,7 @@ def dense_decoder(prefix: str) -> tuple[Guard, ...]:
     return (rms_norm(prefix), swiglu(prefix), rotary_pos_emb(prefix), causal_loss(prefix))
 
 
-def rms_norm(prefix: str, variant: str = "standard", *, since: str | None = None) -> Guard:
+def rms_norm(prefix: str, variant: str = "standard", *, since: tuple[str, str] | None = None) -> Guard:
     return EntryGuard(
         target=f"{prefix}RMSNorm.forward",
         slot=Slot("rms_norm", variant),
@@ -81,6 +81,10 @@ def rotary_pos_emb_vision(prefix: str) -> Guard:
     )
 
 
+PACKED = "packs_alike(self, kwargs)"
+PACKS = ("opslot_models.adoption:packs_alike",)
+
+
 def gated_delta_net(prefix: str) -> tuple[Guard, ...]:
     """The calls, since a decorator of the functions runs fla or causal_conv1d in their place where it is installed.
 
@@ -91,14 +95,18 @@ def gated_delta_net(prefix: str) -> tuple[Guard, ...]:
         gated_norm(prefix),
         CallGuard(
             target=target,
-            slot=Slot("causal_conv1d", "standard"),
+            slot=Slot("causal_conv1d", "standard", check="opslot_models.adoption:convolution_obstacle"),
             call="causal_conv1d_fn",
+            when=PACKED,
+            uses=PACKS,
             forwarded=(("cu_seqlens", "cu_seq_lens_q"),),
         ),
         CallGuard(
             target=target,
             slot=Slot("chunk_gated_delta_rule", "standard"),
             call="torch_chunk_gated_delta_rule",
+            when=PACKED,
+            uses=PACKS,
             forwarded=(),
         ),
     )

@@ -8,7 +8,7 @@ SPEC = ModelSpec(
     family="deepseek_v4",
     source="transformers.models.deepseek_v4.modeling_deepseek_v4",
     guards=(
-        rms_norm("DeepseekV4", "fp32_weight", since="5.24"),
+        rms_norm("DeepseekV4", "fp32_weight", since=("5.24", "it multiplies by the weight after rounding")),
         unweighted_norm("DeepseekV4"),
         EntryGuard(
             target="DeepseekV4MLP.forward",
@@ -29,11 +29,11 @@ SPEC = ModelSpec(
         ),
         RegionGuard(
             target="DeepseekV4Attention.forward",
-            slot=Slot("dsa_attention", "deepseek_v4"),
+            slot=Slot("dsa_attention", "deepseek_v4", check="opslot_models.adoption:sparse_obstacle"),
             first="ALL_ATTENTION_FUNCTIONS.get_interface",
             last="attention_interface",
             operand=False,
-            arguments=("q", "kv", "self.sinks", "keys_in_mask(self, attention_mask)", "self.scaling"),
+            arguments=("q", "kv", "self.sinks", "keys_in_mask(self, attention_mask, q.shape[0])", "self.scaling"),
             result="attn_output",
             cleared=("attn_weights",),
             when=SPARSE,
@@ -54,13 +54,13 @@ SPEC = ModelSpec(
             target="DeepseekV4DecoderLayer.forward",
             slot=Slot("mhc", "post"),
             call="attn_output.unsqueeze",
-            result="kernel(attn_output, hidden_states, post, comb)",
+            result="kernel(attn_output.to(dtype), hidden_states, post, comb)",
         ),
         EntryGuard(
             target="DeepseekV4DecoderLayer.forward",
             slot=Slot("mhc", "post"),
             before="mlp_output.unsqueeze",
-            result="kernel(mlp_output, hidden_states, post, comb)",
+            result="kernel(mlp_output.to(dtype), hidden_states, post, comb)",
         ),
         load_balancing_loss("DeepseekV4"),
         causal_loss("DeepseekV4"),
@@ -71,4 +71,5 @@ SPEC = ModelSpec(
         ("DeepseekV4HCACompressor.forward", "compresses: windows with buffers and a cache"),
     ),
     untrained=("DeepseekV4Indexer",),
+    whole=("DeepseekV4HyperConnection", "DeepseekV4HyperHead"),
 )

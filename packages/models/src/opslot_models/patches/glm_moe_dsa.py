@@ -4,7 +4,7 @@ from opslot_patchgen import CallGuard, EntryGuard, ModelSpec, RegionGuard, Slot
 
 from ._decoder import RUNS_SPARSE, SPARSE, causal_loss, experts, interleaved_rotary_pos_emb, rms_norm, swiglu
 
-# Before 5.24 the cache holds expanded keys, and the latents at hand are those of the new tokens alone.
+SINCE = ("5.24", "the cache holds expanded keys, and the latents at hand are those of the new tokens alone")
 LATENT = Slot("dsa_attention", "glm", check="opslot_models.adoption:latent_obstacle")
 
 SPEC = ModelSpec(
@@ -26,7 +26,7 @@ SPEC = ModelSpec(
         CallGuard(
             target="GlmMoeDsaAttention.forward",
             slot=LATENT,
-            since="5.24",
+            since=SINCE,
             call="self.expand_kv",
             when=SPARSE,
             uses=RUNS_SPARSE,
@@ -35,12 +35,14 @@ SPEC = ModelSpec(
         RegionGuard(
             target="GlmMoeDsaAttention.forward",
             slot=LATENT,
-            since="5.24",
+            since=SINCE,
             first="topk_indices.new_ones",
             last="attention_interface",
             operand=False,
             arguments=(
-                *("q_pass", "q_rot", "k_pass", "k_rot", "self.dsa_attention_op.weight(self.kv_b_proj)"),
+                # Under autocast a projection gives another dtype than a norm or a rotation, and attention takes its.
+                *("q_pass", *(f"{part}.to(q_pass.dtype)" for part in ("q_rot", "k_pass", "k_rot"))),
+                "self.dsa_attention_op.weight(self.kv_b_proj).to(q_pass.dtype)",
                 *("topk_indices", "self.scaling", "attention_mask"),
             ),
             result="attn_output",

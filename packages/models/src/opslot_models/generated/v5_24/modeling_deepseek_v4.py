@@ -49,7 +49,7 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 from transformers.models.deepseek_v4.configuration_deepseek_v4 import DeepseekV4Config
 from opslot import OpSlot, guard_forward  # opslot
-from opslot_models.adoption import experts_obstacle, keys_in_mask, loss_obstacle, no_hub_kernels, own_loss, runs_sparse  # opslot
+from opslot_models.adoption import experts_obstacle, keys_in_mask, loss_obstacle, no_hub_kernels, own_loss, runs_sparse, sparse_obstacle  # opslot
 from opslot_models.auxiliary import auxiliary_states  # opslot
 
 
@@ -800,7 +800,7 @@ class DeepseekV4Attention(nn.Module):
     * Grouped low-rank output projection for perfs.
     * 3 different cache mechanisms, sliding, sliding+CSA, sliding+HCA.
     """
-    dsa_attention_op = OpSlot("dsa_attention", "deepseek_v4")  # opslot
+    dsa_attention_op = OpSlot("dsa_attention", "deepseek_v4", check=sparse_obstacle)  # opslot
 
     def __init__(self, config: DeepseekV4Config, layer_idx: int):
         super().__init__()
@@ -884,7 +884,7 @@ class DeepseekV4Attention(nn.Module):
                 q,  # opslot
                 kv,  # opslot
                 self.sinks,  # opslot
-                keys_in_mask(self, attention_mask),  # opslot
+                keys_in_mask(self, attention_mask, q.shape[0]),  # opslot
                 self.scaling,  # opslot
             )  # opslot
         else:  # opslot
@@ -971,6 +971,7 @@ class DeepseekV4HyperConnection(nn.Module):
                               [B, S, N, D]
     """
     mhc_op = OpSlot("mhc", "pre")  # opslot
+    opslot_whole = True  # opslot
 
     def __init__(self, config: DeepseekV4Config):
         super().__init__()
@@ -1039,6 +1040,7 @@ class DeepseekV4HyperConnection(nn.Module):
 class DeepseekV4HyperHead(nn.Module):
     """Final HC-stream collapse; used by `DeepseekV4Model` before the shared RMSNorm."""
     mhc_op = OpSlot("mhc", "head")  # opslot
+    opslot_whole = True  # opslot
 
     def __init__(self, config: DeepseekV4Config):
         super().__init__()
@@ -1241,7 +1243,7 @@ class DeepseekV4DecoderLayer(GradientCheckpointingLayer):
         attn_output, _ = self.self_attn(self.input_layernorm(collapsed), **kwargs)
         kernel = self.mhc_op.kernel  # opslot: mhc/post
         if kernel is not None:  # opslot
-            hidden_states = kernel(attn_output, hidden_states, post, comb)  # opslot
+            hidden_states = kernel(attn_output.to(dtype), hidden_states, post, comb)  # opslot
         else:  # opslot
             hidden_states = post.to(dtype).unsqueeze(-1) * attn_output.unsqueeze(-2) + torch.matmul(
                 comb.to(dtype).transpose(-1, -2), hidden_states
@@ -1251,7 +1253,7 @@ class DeepseekV4DecoderLayer(GradientCheckpointingLayer):
         mlp_output = self.mlp(self.post_attention_layernorm(collapsed), input_ids=input_ids)
         kernel = self.mhc_op.kernel  # opslot: mhc/post
         if kernel is not None:  # opslot
-            return kernel(mlp_output, hidden_states, post, comb)  # opslot
+            return kernel(mlp_output.to(dtype), hidden_states, post, comb)  # opslot
         return post.to(dtype).unsqueeze(-1) * mlp_output.unsqueeze(-2) + torch.matmul(
             comb.to(dtype).transpose(-1, -2), hidden_states
         )

@@ -458,10 +458,10 @@ class GlmMoeDsaAttention(nn.Module):
             attn_weights = None  # opslot
             attn_output = kernel(  # opslot
                 q_pass,  # opslot
-                q_rot,  # opslot
-                k_pass,  # opslot
-                k_rot,  # opslot
-                self.dsa_attention_op.weight(self.kv_b_proj),  # opslot
+                q_rot.to(q_pass.dtype),  # opslot
+                k_pass.to(q_pass.dtype),  # opslot
+                k_rot.to(q_pass.dtype),  # opslot
+                self.dsa_attention_op.weight(self.kv_b_proj).to(q_pass.dtype),  # opslot
                 topk_indices,  # opslot
                 self.scaling,  # opslot
                 attention_mask,  # opslot

@@ -80,7 +80,7 @@ from transformers.vision_utils import (
 from transformers.models.auto import AutoModel
 from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5Config, Qwen3_5TextConfig, Qwen3_5VisionConfig
 from opslot import OpSlot  # opslot
-from opslot_models.adoption import adopt_backbone, loss_obstacle, no_hub_kernels, own_loss  # opslot
+from opslot_models.adoption import adopt_backbone, convolution_obstacle, loss_obstacle, no_hub_kernels, own_loss, packs_alike  # opslot
 from opslot_models.auxiliary import auxiliary_states  # opslot
 
 
@@ -513,7 +513,7 @@ def torch_recurrent_gated_delta_rule(
     [torch_recurrent_gated_delta_rule, torch_chunk_gated_delta_rule, causal_conv1d_fn, causal_conv1d_update]
 )
 class Qwen3_5GatedDeltaNet(nn.Module):
-    causal_conv1d_op = OpSlot("causal_conv1d", "standard")  # opslot
+    causal_conv1d_op = OpSlot("causal_conv1d", "standard", check=convolution_obstacle)  # opslot
     chunk_gated_delta_rule_op = OpSlot("chunk_gated_delta_rule", "standard")  # opslot
     def __init__(self, config: Qwen3_5Config, layer_idx: int):
         super().__init__()
@@ -601,7 +601,7 @@ class Qwen3_5GatedDeltaNet(nn.Module):
             if cache is not None:
                 mixed_qkv = cache.update_conv_state(mixed_qkv, self.layer_idx, conv_kernel_size=self.conv_kernel_size)
 
-            kernel = self.causal_conv1d_op.kernel  # opslot: causal_conv1d/standard
+            kernel = self.causal_conv1d_op.kernel if packs_alike(self, kwargs) else None  # opslot: causal_conv1d/standard
             if kernel is not None:  # opslot
                 mixed_qkv = kernel(  # opslot
                     mixed_qkv,  # opslot
@@ -656,7 +656,7 @@ class Qwen3_5GatedDeltaNet(nn.Module):
                 **kwargs,
             )
         else:
-            kernel = self.chunk_gated_delta_rule_op.kernel  # opslot: chunk_gated_delta_rule/standard
+            kernel = self.chunk_gated_delta_rule_op.kernel if packs_alike(self, kwargs) else None  # opslot: chunk_gated_delta_rule/standard
             if kernel is not None:  # opslot
                 core_attn_out, last_recurrent_state = kernel(  # opslot
                     query,  # opslot

@@ -61,7 +61,7 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 from transformers.models.qwen3_next.configuration_qwen3_next import Qwen3NextConfig
 from opslot import OpSlot, guard_forward  # opslot
-from opslot_models.adoption import adopt_backbone, experts_obstacle, loss_obstacle, no_hub_kernels, own_loss  # opslot
+from opslot_models.adoption import adopt_backbone, convolution_obstacle, experts_obstacle, loss_obstacle, no_hub_kernels, own_loss, packs_alike  # opslot
 from opslot_models.auxiliary import auxiliary_states  # opslot
 
 
@@ -605,7 +605,7 @@ def torch_recurrent_gated_delta_rule(
     [torch_recurrent_gated_delta_rule, torch_chunk_gated_delta_rule, causal_conv1d_fn, causal_conv1d_update]
 )
 class Qwen3NextGatedDeltaNet(nn.Module):
-    causal_conv1d_op = OpSlot("causal_conv1d", "standard")  # opslot
+    causal_conv1d_op = OpSlot("causal_conv1d", "standard", check=convolution_obstacle)  # opslot
     chunk_gated_delta_rule_op = OpSlot("chunk_gated_delta_rule", "standard")  # opslot
     def __init__(self, config: Qwen3NextConfig, layer_idx: int):
         super().__init__()
@@ -722,7 +722,7 @@ class Qwen3NextGatedDeltaNet(nn.Module):
             if cache is not None:
                 mixed_qkv = cache.update_conv_state(mixed_qkv, self.layer_idx, conv_kernel_size=self.conv_kernel_size)
 
-            kernel = self.causal_conv1d_op.kernel  # opslot: causal_conv1d/standard
+            kernel = self.causal_conv1d_op.kernel if packs_alike(self, kwargs) else None  # opslot: causal_conv1d/standard
             if kernel is not None:  # opslot
                 mixed_qkv = kernel(  # opslot
                     mixed_qkv,  # opslot
@@ -776,7 +776,7 @@ class Qwen3NextGatedDeltaNet(nn.Module):
                 **kwargs,
             )
         else:
-            kernel = self.chunk_gated_delta_rule_op.kernel  # opslot: chunk_gated_delta_rule/standard
+            kernel = self.chunk_gated_delta_rule_op.kernel if packs_alike(self, kwargs) else None  # opslot: chunk_gated_delta_rule/standard
             if kernel is not None:  # opslot
                 core_attn_out, last_recurrent_state = kernel(  # opslot
                     query,  # opslot
