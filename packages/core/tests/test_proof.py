@@ -210,7 +210,7 @@ def test_modules_that_are_called_but_not_their_kernel(known, make_contract, make
         model[1](x, ask=None).backward()
     assert reasons(proof)[1] == (
         "its module was called only without gradients (no_grad), and did not call the kernel. It runs when the model "
-        "is asked to"
+        "is asked to; if that is not meant, choose asked: eager"
     )
 
 
@@ -450,6 +450,36 @@ def test_a_module_that_only_chooses_indices_is_not_trained(known, untrained, gra
     with binding.proof() as proof:
         model.index_norm(torch.ones(4, requires_grad=True)).sum().backward()
     assert [miss.row.module for miss in proof.misses()] == ["index.norm"]  # which did not run at all
+
+
+def test_a_kernel_that_stands_for_all_that_its_module_holds(known):
+    class Scale(torch.nn.Module):
+        scale_op = OpSlot("scale")
+
+        def forward(self, x):
+            return self.scale_op.kernel(x, x)
+
+    class Streams(torch.nn.Module):
+        opslot_whole = True
+        scale_op = OpSlot("scale")
+
+        def __init__(self):
+            super().__init__()
+            self.input_norm = Scale()
+
+        def forward(self, x, whole=True):
+            return self.scale_op.kernel(x, x) if whole else x
+
+    model = torch.nn.ModuleDict({"streams": Streams(), "streams_norm": Scale()})
+    binding = bind(model, {"scale": "fast"}, device="cpu", registry=known)
+    x = torch.ones(4, requires_grad=True)
+    with binding.proof() as proof:
+        model["streams"](x).sum().backward()
+    assert [miss.row.module for miss in proof.misses()] == ["streams_norm"]
+    with binding.proof() as proof:
+        model["streams"](x, whole=False).sum().backward()
+        model["streams_norm"](x).sum().backward()
+    assert [miss.row.module for miss in proof.misses()] == ["streams", "streams.input_norm"]
 
 
 def half(x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

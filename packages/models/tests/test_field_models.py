@@ -144,7 +144,7 @@ def test_c24_kernels_that_return_rubbish_are_seen_in_the_numbers(config, routed_
         for contract in registry.contracts()
     ]
     registry.add(Backend(api=1, kernels=tuple(kernels)), "rubbish")
-    model = build_foundation_model(config(), "eager", device="cpu")
+    model = build_foundation_model(config(rms_norm_eps=1e-6), "eager", device="cpu")  # so that no layer is faint
     expected = model(**routed_batch).loss
     ops = {row.op for row in opslot.bind(model, "auto", device="cpu", registry=registry).rows}
     for op in sorted(ops - {"rotary_pos_emb_vision"}):  # there are no images here

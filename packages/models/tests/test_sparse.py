@@ -98,7 +98,7 @@ def test_an_attention_of_the_users_own_is_not_bypassed(family, config, batch, re
 @pytest.mark.parametrize("family", WITH_ATTENTION)
 def test_a_mask_that_is_a_bias_is_an_error(family, config, batch, recorded):
     registry, _ = recorded
-    _, ours = both(config(attn_implementation="eager"))
+    _, ours = both(config(attn_implementation="eager", output_router_logits=False))
     opslot.bind(ours, {"dsa_attention": "recorder", "default": "eager"}, device="cpu", registry=registry)
     tokens = batch["input_ids"]
     mask = torch.full((2, 1, 17, 17), torch.finfo(torch.float32).min).triu(1)

@@ -269,9 +269,13 @@ def test_a_guard_of_a_later_release_is_in_no_earlier_module(upstream):
 
 
 def test_a_class_that_only_chooses_says_so(upstream):
-    spec = ModelSpec(family="tiny", source=MODULE, guards=(NORM_GUARD,), untrained=("TinyAttention",))
+    spec = ModelSpec(
+        family="tiny", source=MODULE, guards=(NORM_GUARD,), untrained=("TinyAttention",), whole=("TinyNorm",)
+    )
     text = build(spec, read_source(MODULE, upstream(FRAME + NORM + "\n\n" + ATTENTION)), "acme.patches").text
     assert '    """Attention."""\n    opslot_untrained = True  # opslot\n' in text
+    assert "class TinyNorm(nn.Module):\n" in text
+    assert "    opslot_whole = True  # opslot\n" in text
     with pytest.raises(TargetGone, match="TinyIndexer is gone"):
         build(replace(spec, untrained=("TinyIndexer",)), read_source(MODULE, upstream(FRAME + NORM)), "acme.patches")
 
