@@ -98,14 +98,17 @@ def test_an_attention_of_the_users_own_is_not_bypassed(family, config, batch, re
 @pytest.mark.parametrize("family", WITH_ATTENTION)
 def test_a_mask_that_is_a_bias_is_an_error(family, config, batch, recorded):
     registry, _ = recorded
-    _, ours = both(config(attn_implementation="eager", output_router_logits=False))
+    upstream, ours = both(config(attn_implementation="eager", output_router_logits=False))
     opslot.bind(ours, {"dsa_attention": "recorder", "default": "eager"}, device="cpu", registry=registry)
     tokens = batch["input_ids"]
     mask = torch.full((2, 1, 17, 17), torch.finfo(torch.float32).min).triu(1)
     mask = mask.masked_fill(torch.ones(17, 17).tril(-3).bool(), torch.finfo(torch.float32).min)
+    bias = mask + 0.5 * torch.rand(mask.shape) * (mask == 0)
     ours(tokens, attention_mask=mask)
     with pytest.raises(RuntimeError, match="takes no bias in the attention mask: choose eager"):
-        ours(tokens, attention_mask=mask + 0.5 * (mask == 0))
+        ours(tokens, attention_mask=bias)
+    opslot.bind(ours, "eager", device="cpu", registry=registry)
+    assert torch.equal(ours(tokens, attention_mask=bias).logits, upstream(tokens, attention_mask=bias).logits)
 
 
 @pytest.mark.parametrize("family", [*HYBRID, *SPARSE])

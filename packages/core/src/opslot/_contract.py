@@ -80,8 +80,7 @@ class OpContract:
     come back through them. `rows` names the arguments that hold independent rows (tokens, or whole sequences where the
     rows of one depend on each other), each with the dimension along which they lie; the outputs' is that of the first.
     `packed` names those in which `cu_seqlens` packs sequences, with the dimension of the tokens; the first output's is
-    that of the first.
-    `workload` is what benchmarks run.
+    that of the first. `workload` is what benchmarks run.
     """
 
     op: str

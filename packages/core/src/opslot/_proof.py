@@ -61,8 +61,7 @@ class Proof:
     A gradient that a backward leaves out is seen in eager code alone, since compilers write zeros there, and an
     argument is proven when one of the results gave it a gradient. A module whose class has `opslot_untrained = True`
     only chooses indices, and no gradient is waited for in it; in one with `opslot_whole = True` whose own kernel ran,
-    nothing else need run. Of the modules that PEFT's modules_to_save hold in one
-    place, those that ran are judged.
+    nothing else need run. Of the modules that PEFT's modules_to_save hold in one place, those that ran are judged.
     """
 
     def __init__(self, binding: "Binding") -> None:
@@ -192,11 +191,8 @@ def _missed(write: "Write", counts: Sequence[int], idle: bool, backward: bool) -
         if not counts[_MODULE]:
             called = "its module was called only without gradients (no_grad), and did not call the kernel"
         when = write.contract.runs_when
-        return (
-            f"{called}. It runs when {when}; if that is not meant, choose {write.contract.op}: eager"
-            if when
-            else called
-        )
+        remedy = f". It runs when {when}; if that is not meant, choose {write.contract.op}: eager" if when else ""
+        return called + remedy
     missed = _missed_backward(write.contract, counts) if backward else ""
     # Indices that an op chooses have no gradient, with any kernel.
     return missed if missed and any(_given(write.contract).values()) else ""

@@ -70,19 +70,19 @@ _DENSE = ("eager", "sdpa")
 
 
 def runs_sparse(attention: Any, mask: Any, kwargs: Mapping[str, Any]) -> bool:
-    """Whether a kernel may run this call: it needs the mask, drops out nothing and returns no attention weights.
-
-    A float mask that adds anything but 0 or the lowest value is no mask to a kernel, and an error, on the device.
-    """
+    """Whether a kernel may run this call: it needs the mask, drops out nothing and returns no attention weights."""
     if (attention.training and attention.attention_dropout) or attention.config._attn_implementation not in _DENSE:
         return False
     weights = kwargs.get("output_attentions", attention.config.output_attentions)
-    if weights or not isinstance(mask, torch.Tensor):
-        return False
+    return isinstance(mask, torch.Tensor) and not weights
+
+
+def plain_mask(mask: torch.Tensor) -> torch.Tensor:
+    """The mask as a kernel takes it: one that adds anything but 0 or the lowest value is an error, on the device."""
     if mask.is_floating_point():
         plain = (mask == 0) | (mask <= torch.finfo(torch.float16).min)
         torch._assert_async(plain.all(), "a kernel of dsa_attention takes no bias in the attention mask: choose eager")
-    return True
+    return mask
 
 
 def keys_in_mask(attention: Any, mask: torch.Tensor, batch: int) -> torch.Tensor:
@@ -96,7 +96,7 @@ def keys_in_mask(attention: Any, mask: torch.Tensor, batch: int) -> torch.Tensor
         indexer = getattr(attention.compressor, "indexer", None)
         seen += total if indexer is None else indexer.index_topk
     width = min(total, seen)
-    allowed = (mask == 0).squeeze(1)
+    allowed = (plain_mask(mask) == 0).squeeze(1)
     count = allowed.cumsum(-1)
     torch._assert_async(
         (count[..., -1] <= width).all(),

@@ -51,7 +51,7 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 from transformers.models.glm_moe_dsa.configuration_glm_moe_dsa import GlmMoeDsaConfig
 from opslot import OpSlot, guard_forward  # opslot
-from opslot_models.adoption import experts_obstacle, latent_obstacle, loss_obstacle, no_hub_kernels, own_loss, runs_sparse  # opslot
+from opslot_models.adoption import experts_obstacle, latent_obstacle, loss_obstacle, no_hub_kernels, own_loss, plain_mask, runs_sparse  # opslot
 from opslot_models.auxiliary import auxiliary_states  # opslot
 
 
@@ -464,7 +464,7 @@ class GlmMoeDsaAttention(nn.Module):
                 self.dsa_attention_op.weight(self.kv_b_proj).to(q_pass.dtype),  # opslot
                 topk_indices,  # opslot
                 self.scaling,  # opslot
-                attention_mask,  # opslot
+                plain_mask(attention_mask),  # opslot
             )  # opslot
         else:  # opslot
             if self.config._attn_implementation in ("eager", "sdpa"):
