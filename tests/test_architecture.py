@@ -19,6 +19,7 @@ MAY_IMPORT = {
     "core": {"packaging", "yaml", "torch", "matplotlib", "triton", "numpy"},
     "backend-liger": {"opslot", "torch", "liger_kernel"},
     "backend-torch": {"opslot", "torch"},
+    "backend-triton-moe": {"opslot", "torch", "triton"},
     "models": {"opslot", "torch", "transformers", "matplotlib", "opslot_patchgen"},
     "patchgen": {"libcst"},
 }

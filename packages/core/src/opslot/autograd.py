@@ -1,6 +1,6 @@
 """What the custom autograd functions of kernels share: autocast, second derivatives, and who looks on.
 
-from opslot.autograd import first_order, is_watched, matmul_dtype
+from opslot.autograd import first_order, has_addresses, is_watched, matmul_dtype
 """
 
 import functools
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["first_order", "is_watched", "matmul_dtype"]
+__all__ = ["first_order", "has_addresses", "is_watched", "matmul_dtype"]
 
 Gradients = Tensor | tuple[Tensor | None, ...] | None
 
@@ -22,6 +22,18 @@ def is_watched() -> bool:
     mode see what a kernel writes through an address.
     """
     return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
+
+
+def has_addresses(*tensors: Tensor | None) -> bool:
+    """Whether a kernel that takes addresses, as Triton's do, can be launched with these.
+
+    Only plain tensors with data have one. Others (under torch.compile, FakeTensor, on the meta device, DTensor) go
+    through a custom operator, which computes their shapes, or for a DTensor refuses since it has no sharding rule. So
+    does everything under a dispatch mode (see `is_watched`).
+    """
+    return not is_watched() and all(
+        t is None or (type(t) in (Tensor, torch.nn.Parameter) and not t.is_meta) for t in tensors
+    )
 
 
 def matmul_dtype(tensor: Tensor) -> torch.dtype:

@@ -1,4 +1,4 @@
-"""What the adapters share: which calls reach Liger's launchers, and which memory they may write to."""
+"""What the adapters share: what Liger's launchers take, and which memory they may write to."""
 
 import sys
 from contextlib import AbstractContextManager
@@ -6,24 +6,10 @@ from typing import Any
 
 import torch
 from opslot import KernelUnavailable
-from opslot.autograd import is_watched
 from torch import Tensor
 
 # Liger holds a row in one block of at most this many elements.
 _LONGEST_ROW = 65536
-
-
-def launches(*tensors: Tensor | None) -> bool:
-    """Whether Liger's launchers can take these: Triton reads an address, which only plain tensors with data have.
-
-    Others (under torch.compile, FakeTensor, on the meta device, DTensor) go through a custom operator, which computes
-    their shapes, or for a DTensor refuses since it has no sharding rule. So does everything under a dispatch mode:
-    it would see the memory that a kernel is given, but not what the kernel writes there. Selective checkpointing then
-    keeps a copy for its recomputation that has been written over.
-    """
-    return not is_watched() and all(
-        t is None or (type(t) in (Tensor, torch.nn.Parameter) and not t.is_meta) for t in tensors
-    )
 
 
 def refuse_long_rows(size: int, what: str) -> None:

@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from opslot.autograd import first_order, matmul_dtype
+from opslot.autograd import first_order, has_addresses, matmul_dtype
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ._function import launches, on_device_of
+from ._function import on_device_of
 from ._implementation import chosen
 
 IMPLEMENTATION = chosen(
@@ -130,7 +130,7 @@ class _Loss(torch.autograd.Function):
         recording: bool,
     ) -> Tensor:
         wanted = [recording and need for need in ctx.needs_input_grad[:3]]
-        compute = _chunks if launches(rows, weight, bias, target) else _chunks_op
+        compute = _chunks if has_addresses(rows, weight, bias, target) else _chunks_op
         cast = None if bias is None else bias.to(dtype)
         total, *gradients = compute(
             rows.to(dtype), weight.to(dtype), cast, target, ignore_index, softcap, scale, *wanted

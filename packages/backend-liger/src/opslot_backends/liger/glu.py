@@ -4,10 +4,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from opslot.autograd import first_order
+from opslot.autograd import first_order, has_addresses
 from torch import Tensor
 
-from ._function import launches, refuse_long_rows, writable
+from ._function import refuse_long_rows, writable
 from ._implementation import chosen
 
 # CuTe's does not launch for no rows: docs/results/*-h200-liger-cutedsl.json.
@@ -54,7 +54,7 @@ class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
         ctx.save_for_backward(gate, up)
-        return _swiglu(gate, up) if launches(gate, up) else _swiglu_op(gate, up)
+        return _swiglu(gate, up) if has_addresses(gate, up) else _swiglu_op(gate, up)
 
     @staticmethod
     @first_order
@@ -66,7 +66,7 @@ class _GeGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
         ctx.save_for_backward(gate, up)
-        return _geglu(gate, up) if launches(gate, up) else _geglu_op(gate, up)
+        return _geglu(gate, up) if has_addresses(gate, up) else _geglu_op(gate, up)
 
     @staticmethod
     @first_order
@@ -77,7 +77,7 @@ class _GeGLU(torch.autograd.Function):
 def _gradients(
     ctx: Any, grad: Tensor, in_place: Callable[..., _Pair], copying: Callable[..., _Pair]
 ) -> tuple[Tensor | None, ...]:
-    if launches(grad):
+    if has_addresses(grad):
         # In a list, so that no name here holds what might be written over.
         pair = in_place(*(saved.contiguous() for saved in writable(list(ctx.saved_tensors))), grad.contiguous())
     else:

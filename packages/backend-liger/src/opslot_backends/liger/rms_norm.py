@@ -4,10 +4,10 @@ from typing import Any
 
 import torch
 from liger_kernel.ops.utils import calculate_settings
-from opslot.autograd import first_order
+from opslot.autograd import first_order, has_addresses
 from torch import Tensor
 
-from ._function import launches, refuse_long_rows
+from ._function import refuse_long_rows
 from ._implementation import chosen
 
 # CuTe's fails for rows of one element, and elsewhere it does not launch: docs/results/*-h200-liger-cutedsl.json.
@@ -57,7 +57,7 @@ def _apply(x: Tensor, weight: Tensor | None, eps: float, offset: float, mode: in
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None, eps: float, offset: float, mode: int) -> Tensor:
-        compute = _forward if launches(x, weight) else _forward_op
+        compute = _forward if has_addresses(x, weight) else _forward_op
         out, rstd = compute(x, weight, eps, offset, mode)
         ctx.save_for_backward(x, weight, rstd)
         ctx.offset, ctx.mode = offset, mode
@@ -68,7 +68,7 @@ class _RMSNorm(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, rstd = ctx.saved_tensors
         want_x, want_weight = ctx.needs_input_grad[:2]
-        compute = _backward if launches(grad, x, weight) else _backward_op
+        compute = _backward if has_addresses(grad, x, weight) else _backward_op
         d_x, d_weight = compute(grad, x, weight, rstd, ctx.offset, ctx.mode, want_weight)
         return d_x if want_x else None, d_weight if want_weight else None, None, None, None
 

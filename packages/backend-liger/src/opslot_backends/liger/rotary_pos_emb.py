@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 from opslot import KernelUnavailable
-from opslot.autograd import first_order
+from opslot.autograd import first_order, has_addresses
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ._function import launches, on_device_of
+from ._function import on_device_of
 from ._implementation import chosen
 
 # Other implementations know neither partial nor half tables, and keep the addresses of tables they have seen.
@@ -74,7 +74,7 @@ def _apply(
         )
     if torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad):
         raise KernelUnavailable("rotary_pos_emb: liger gives no gradient of cos and sin; to learn them choose eager")
-    if twice and launches(cos, sin):
+    if twice and has_addresses(cos, sin):
         _require_equal_halves(cos, sin)
     # A table in a wider dtype widens the result, as the plain product does.
     dtype = torch.promote_types(cos.dtype, sin.dtype)
@@ -119,7 +119,7 @@ class _Rotation(torch.autograd.Function):
 
 
 def _rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, width: int, back: bool) -> _Pair:
-    compute = _launch if launches(q, k, cos, sin) else _launch_op
+    compute = _launch if has_addresses(q, k, cos, sin) else _launch_op
     return compute(q, k, cos, sin, width, back)
 
 

@@ -6,15 +6,14 @@ over it; a second backward through the same graph computes it anew.
 
 from typing import Any, NamedTuple
 
-import triton
-from opslot.autograd import first_order, matmul_dtype
-from triton.tools.tensor_descriptor import TensorDescriptor
-
 import torch
 import torch.nn.functional as F
+import triton
+from opslot.autograd import first_order, matmul_dtype
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
-from . import _kernels
+from ._kernels import experts as _kernels
 from ._route import TILE, Route, route
 
 
