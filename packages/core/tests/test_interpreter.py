@@ -245,6 +245,22 @@ def test_memory_of_others_is_found(interpreter, size, stride, place, problem):
         copy[(1,)](x[: 5 + (place == "out")].clone() if stride > 1 else x, out, size, stride, BLOCK=8, TO=tl.float32)
 
 
+@triton.jit
+def rows_or_zeros(x, row, out, size, BLOCK: tl.constexpr):
+    column = tl.arange(0, BLOCK)
+    at = tl.load(row).to(tl.int64)
+    tl.store(out + column, tl.load(x + at * size + column, mask=(column < size) & (at >= 0), other=0.0))
+
+
+def test_a_mask_of_a_block_and_a_scalar(interpreter):
+    x, out = torch.ones(2, 4), torch.full((4,), -1.0)
+    for row, expected in ((1, 1.0), (-1, 0.0)):
+        rows_or_zeros[(1,)](x, torch.tensor([row], dtype=torch.int32), out, 4, BLOCK=4)
+        assert out.tolist() == [expected] * 4
+    with pytest.raises(AssertionError, match="rows_or_zeros reads 4 of 4 elements outside"):
+        rows_or_zeros[(1,)](x, torch.tensor([2], dtype=torch.int32), out, 4, BLOCK=4)
+
+
 def test_memory_that_nobody_wrote_is_seen(interpreter):
     x = torch.ones(4)
     with poisoned_memory():

@@ -1,19 +1,25 @@
-"""Which rows the experts compute: the choices of all tokens in the order of their experts, each expert's from a tile on."""
+"""Which rows the experts compute: the choices of all tokens by expert, each expert's from a tile on."""
 
+import os
 from typing import NamedTuple
 
 import torch
+import triton
 from torch import Tensor
 
-# Rows of a tile of every product; an expert's rows are padded to a multiple of it, so that no tile has two experts.
-TILE = 128
+from ._kernels import routing
+
+# Choices that one program counts and places: each is compared with all others of its chunk.
+_CHUNK = 128
 
 
 class Route(NamedTuple):
     """T tokens with K choices each are S choices; P rows hold them and the padding, P known without asking the device.
 
+    An expert's rows are padded to a multiple of a tile, so that no tile has two experts. All is int32.
+
     choice [P]: the choice, token * K + k, whose row this is, or S. place [S]: the row of a choice, or -1 where it is no
-    expert's of ours. expert [P / TILE]: the expert of a tile. tiles [1]: how many tiles there are; what comes behind is
+    expert's of ours. expert [P / tile]: the expert of a tile. tiles [1]: how many tiles there are; what comes behind is
     never looked at. first, rows [E]: where the rows of an expert begin, and how many there are with the padding.
     """
 
@@ -25,26 +31,74 @@ class Route(NamedTuple):
     rows: Tensor
 
 
-def route(index: Tensor, experts: int) -> Route:
-    """Sort the choices in `index` [T, K] by expert, on their device and without waiting for it. All is int32."""
-    flat = index.reshape(-1)
-    size, device = flat.shape[0], flat.device
-    by_expert, order = flat.sort(stable=True)
-    bounds = torch.searchsorted(by_expert, torch.arange(experts + 1, device=device, dtype=flat.dtype))
-    begin, counts = bounds[:-1], bounds.diff()
-    rows = (counts + TILE - 1) // TILE * TILE
-    last = rows.cumsum(0)
-    first = last - rows
+def rows_of(choices: int, experts: int, tile: int) -> int:
+    """P: room for any routing, and one tile that no expert can reach."""
+    return (choices + experts * (tile - 1)) // tile * tile + tile
 
-    total = (size + experts * (TILE - 1)) // TILE * TILE + TILE
-    ours = by_expert < experts
-    owner = by_expert.clamp(max=experts - 1).long()
-    # Choices that are not ours go to the last tile, which no expert can reach.
-    row = torch.where(ours, first[owner] + torch.arange(size, device=device) - begin[owner], total - 1)
-    choice = torch.full((total,), size, device=device, dtype=torch.int32)
-    choice.scatter_(0, row, torch.where(ours, order, size).int())
-    place = torch.empty(size, device=device, dtype=torch.int32)
-    place.scatter_(0, order, torch.where(ours, row, -1).int())
-    tile = torch.arange(0, total, TILE, device=device)
-    expert = torch.searchsorted(last, tile, right=True).clamp(max=experts - 1)
-    return Route(choice, place, expert.int(), (last[-1:] // TILE).int(), first.int(), rows.int())
+
+def route(index: Tensor, experts: int, tile: int) -> Route:
+    """Sort the choices in `index` [T, K] by expert, on their device and without waiting for it.
+
+    Choices of one expert stay in their order, so the same routing gives the same bits. What is neither an expert nor
+    index E adds nothing, as the latter.
+    """
+    index = index.contiguous()
+    choices = index.numel()
+    chunks, lanes = triton.cdiv(choices, _CHUNK), triton.next_power_of_2(experts + 1)
+    total = rows_of(choices, experts, tile)
+
+    def integers(*shape: int) -> Tensor:
+        return torch.empty(shape, device=index.device, dtype=torch.int32)
+
+    counts, made = (
+        integers(chunks + 1, lanes),
+        Route(*map(integers, (total, choices, total // tile, 1, experts, experts))),
+    )
+    routing.count[(chunks,)](index, counts, choices, experts, BS=_CHUNK, EB=lanes)
+    routing.layout[(1,)](
+        counts,
+        made.first,
+        made.rows,
+        made.tiles,
+        chunks,
+        experts,
+        TILE=tile,
+        BC=max(1, 8192 // lanes),
+        EB=lanes,
+        num_warps=8,
+    )
+    routing.place[(chunks + total // tile,)](
+        index,
+        counts,
+        made.first,
+        made.rows,
+        made.choice,
+        made.place,
+        made.expert,
+        choices,
+        experts,
+        chunks,
+        TILE=tile,
+        BS=_CHUNK,
+        EB=lanes,
+    )
+    return made
+
+
+def is_checking() -> bool:
+    """Whether OPSLOT_CHECK_ROUTING asks for `check`, which waits for the device."""
+    return os.environ.get("OPSLOT_CHECK_ROUTING", "") not in ("", "0")
+
+
+def check(index: Tensor, experts: int) -> None:
+    """Raise `ValueError` for an index that is neither an expert nor `experts`, naming the first."""
+    if index.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise ValueError("OPSLOT_CHECK_ROUTING reads indices, which a CUDA graph cannot while it is captured: unset it")
+    wrong = ((index < 0) | (index > experts)).nonzero()
+    if len(wrong):
+        token, choice = wrong[0].tolist()
+        raise ValueError(
+            f"moe_experts: top_k_index[{token}, {choice}] is {int(index[token, choice])}, which is neither an expert, "
+            f"0 to {experts - 1}, nor {experts} for one of another rank ({len(wrong)} of {index.numel()} are not); "
+            "without OPSLOT_CHECK_ROUTING it adds nothing"
+        )

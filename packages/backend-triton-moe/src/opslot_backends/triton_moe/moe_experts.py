@@ -1,218 +1,304 @@
-"""moe_experts/standard: the choices sorted by expert on the device, and persistent grouped products in Triton.
+"""moe_experts: the choices sorted by expert on the device, and persistent grouped products in Triton.
 
 Forward keeps the product of gate and up alone. Backward computes the activation from it again and writes its gradient
 over it; a second backward through the same graph computes it anew.
+
+E experts, T tokens of K choices each, H hidden, I intermediate; P rows in the order of the experts (`_route`).
 """
 
-from typing import Any, NamedTuple
+from contextlib import AbstractContextManager, nullcontext
+from math import inf
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-import triton
-from opslot.autograd import first_order, matmul_dtype
+from opslot.autograd import first_order, has_addresses, matmul_dtype
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ._kernels import experts as _kernels
-from ._route import TILE, Route, route
-
-
-class _Blocks(NamedTuple):
-    """Columns and depth of a tile, with the warps and the stages of its pipeline."""
-
-    columns: int
-    depth: int
-    warps: int
-    stages: int
-    rows: int = TILE
-
-
-# Measured on an H200 in bfloat16. What float32 takes fills the same shared memory.
-_UP = {2: _Blocks(128, 64, 8, 3), 4: _Blocks(64, 32, 8, 3)}
-_PRODUCT = {2: _Blocks(256, 64, 8, 3), 4: _Blocks(128, 32, 8, 3)}
-_GRADIENT = {2: _Blocks(256, 64, 8, 3), 4: _Blocks(128, 32, 8, 3)}
-_GROUP = 8
+from . import _grouped, _tiling
+from ._grouped import Maths, Routed
+from ._route import Route, check, is_checking, route, rows_of
 
 
 def moe_experts(
     hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, gate_up: Tensor, down: Tensor
 ) -> Tensor:
-    """Routed SwiGLU experts. Products of float32 are three of TF32 each, which is as exact."""
-    if top_k_index.dim() != 2 or top_k_index.shape != top_k_weights.shape:
+    """Routed SwiGLU experts."""
+    maths = Maths(1.0, inf, 0.0, paired=False)
+    return _experts("standard", maths, hidden_states, top_k_index, top_k_weights, gate_up, None, down, None)
+
+
+def moe_experts_clamped(
+    hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, gate_up: Tensor, down: Tensor, limit: float
+) -> Tensor:
+    """Routed SwiGLU experts, gate and up clamped in the epilogue of their product."""
+    maths = Maths(1.0, _positive("clamped", limit), 0.0, paired=False)
+    return _experts("clamped", maths, hidden_states, top_k_index, top_k_weights, gate_up, None, down, None)
+
+
+def moe_experts_gpt_oss(
+    hidden_states: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    gate_up: Tensor,
+    gate_up_bias: Tensor,
+    down: Tensor,
+    down_bias: Tensor,
+    alpha: float,
+    limit: float,
+) -> Tensor:
+    """Routed experts of gpt-oss, whose weights are read as they are stored."""
+    maths = Maths(float(alpha), _positive("gpt_oss", limit), 1.0, paired=True)
+    return _experts("gpt_oss", maths, hidden_states, top_k_index, top_k_weights, gate_up, gate_up_bias, down, down_bias)
+
+
+def _positive(variant: str, limit: float) -> float:
+    if limit is None or not limit > 0:
         raise ValueError(
-            "moe_experts/standard: triton needs top_k_index and top_k_weights of one shape [T, K], "
-            f"got {list(top_k_index.shape)} and {list(top_k_weights.shape)}"
+            f"moe_experts/{variant}: limit must be a positive number, got {limit!r}; moe_experts/standard has none"
         )
+    return float(limit)
+
+
+def _experts(
+    variant: str,
+    maths: Maths,
+    hidden_states: Tensor,
+    index: Tensor,
+    weights: Tensor,
+    gate_up: Tensor,
+    gate_up_bias: Tensor | None,
+    down: Tensor,
+    down_bias: Tensor | None,
+) -> Tensor:
+    _check(variant, maths, hidden_states, index, weights, gate_up, gate_up_bias, down, down_bias)
     dtype = matmul_dtype(hidden_states)
+    parameters = {"gate_up": gate_up, "gate_up_bias": gate_up_bias, "down": down, "down_bias": down_bias}
     if dtype != hidden_states.dtype:  # autocast
-        gate_up, down = gate_up.to(dtype), down.to(dtype)
-    if gate_up.dtype != dtype or down.dtype != dtype:
+        parameters = {name: None if given is None else given.to(dtype) for name, given in parameters.items()}
+    others = {name: given.dtype for name, given in parameters.items() if given is not None and given.dtype != dtype}
+    if others:
         raise ValueError(
-            f"moe_experts/standard: triton needs one dtype, got hidden_states {dtype}, gate_up {gate_up.dtype} and "
-            f"down {down.dtype}"
+            f"moe_experts/{variant}: triton needs one dtype, got hidden_states of {dtype} and "
+            f"{', '.join(f'{name} of {other}' for name, other in others.items())}"
         )
-    x = hidden_states.to(dtype)
-    tokens, width = x.shape
-    experts, inner = down.shape[0], down.shape[2]
-    # Rows that descriptors read begin at a multiple of 16 bytes.
-    unit = 16 // dtype.itemsize
-    if width % unit or inner % unit:
-        more, further = -width % unit, -inner % unit
-        gate_up = F.pad(gate_up.view(experts, 2, inner, width), (0, more, 0, further)).flatten(1, 2)
-        x, down = F.pad(x, (0, more)), F.pad(down, (0, further, 0, more))
+    x, (tokens, width) = hidden_states.to(dtype), hidden_states.shape
+    experts = down.shape[0]
+    inner = down.shape[1] if maths.paired else down.shape[2]
+    more, further = -width % (16 // dtype.itemsize), -inner % (16 // dtype.itemsize)
+    if more or further:  # rows that descriptors read begin at multiples of 16 bytes
+        x, parameters = F.pad(x, (0, more)), _padded(maths, parameters, more, further)
     if tokens == 0:  # as one token that no expert serves
-        x, top_k_weights = F.pad(x, (0, 0, 0, 1)), F.pad(top_k_weights, (0, 0, 0, 1))
-        top_k_index = F.pad(top_k_index, (0, 0, 0, 1), value=experts)
-    out: Tensor = _Experts.apply(x, top_k_index, top_k_weights, gate_up, down)  # type: ignore[no-untyped-call]
+        x, weights, index = (
+            F.pad(x, (0, 0, 0, 1)),
+            F.pad(weights, (0, 0, 0, 1)),
+            F.pad(index, (0, 0, 0, 1), value=experts),
+        )
+    given = x, weights, *parameters.values()
+    keep = torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in given)
+    out: Tensor = _Experts.apply(index, keep, *maths, *given)  # type: ignore[no-untyped-call]
     return out[:tokens, :width].to(hidden_states.dtype)
+
+
+def _check(
+    variant: str,
+    maths: Maths,
+    x: Tensor,
+    index: Tensor,
+    weights: Tensor,
+    gate_up: Tensor,
+    gate_up_bias: Tensor | None,
+    down: Tensor,
+    down_bias: Tensor | None,
+) -> None:
+    """The kernels take each size from one tensor, and would read past the others."""
+    if index.dim() != 2 or index.shape != weights.shape:
+        raise ValueError(
+            f"moe_experts/{variant}: top_k_index and top_k_weights must both be [T, K], got {list(index.shape)} and "
+            f"{list(weights.shape)}"
+        )
+    if index.is_floating_point() or index.dtype is torch.bool:
+        raise ValueError(f"moe_experts/{variant}: top_k_index must be of integers, got {index.dtype}")
+    if x.dim() != 2 or gate_up.dim() != 3 or down.dim() != 3:
+        raise ValueError(
+            f"moe_experts/{variant}: hidden_states must be [T, H], gate_up and down of three dimensions, got "
+            f"{list(x.shape)}, {list(gate_up.shape)} and {list(down.shape)}"
+        )
+    experts, width = gate_up.shape[0], x.shape[1]
+    inner = down.shape[1] if maths.paired else down.shape[2]
+    text, expected = "gate_up [E, 2I, H] and down [E, H, I]", [(experts, 2 * inner, width), (experts, width, inner)]
+    given = [gate_up, down]
+    if gate_up_bias is not None and down_bias is not None:
+        text = "gate_up [E, H, 2I], down [E, I, H], gate_up_bias [E, 2I] and down_bias [E, H]"
+        expected = [(experts, width, 2 * inner), (experts, inner, width), (experts, 2 * inner), (experts, width)]
+        given += [gate_up_bias, down_bias]
+    if x.shape[0] != index.shape[0] or [tuple(tensor.shape) for tensor in given] != expected or 0 in (experts, inner):
+        raise ValueError(
+            f"moe_experts/{variant}: hidden_states must be [T, H], {text}, got "
+            f"{', '.join(str(list(tensor.shape)) for tensor in (x, *given))} for choices of {index.shape[0]} tokens"
+        )
+    others = {tensor.device for tensor in (index, weights, *given)} - {x.device}
+    if others:
+        raise ValueError(
+            f"moe_experts/{variant}: hidden_states are on {x.device}, other arguments on "
+            f"{', '.join(sorted(map(str, others)))}"
+        )
+
+
+def _padded(maths: Maths, parameters: dict[str, Tensor | None], more: int, further: int) -> dict[str, Tensor | None]:
+    """Of H + more and I + further, with zeros, which add nothing."""
+    gate_up, gate_up_bias, down, down_bias = parameters.values()
+    assert gate_up is not None
+    assert down is not None
+    if maths.paired:
+        assert gate_up_bias is not None
+        assert down_bias is not None
+        return {
+            "gate_up": F.pad(gate_up, (0, 2 * further, 0, more)),
+            "gate_up_bias": F.pad(gate_up_bias, (0, 2 * further)),
+            "down": F.pad(down, (0, more, 0, further)),
+            "down_bias": F.pad(down_bias, (0, more)),
+        }
+    halves = F.pad(gate_up.unflatten(1, (2, -1)), (0, more, 0, further))
+    return {**parameters, "gate_up": halves.flatten(1, 2), "down": F.pad(down, (0, further, 0, more))}
 
 
 class _Experts(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, index: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-        x, weights, gate_up, down = _aligned(x), weights.contiguous(), _aligned(gate_up), _aligned(down)
-        plan = route(index, down.shape[0])
-        hidden, active = _up(x, weights, gate_up, plan, keep=any(ctx.needs_input_grad))
-        rows = _product(active, down, plan, transposed=True)
-        ctx.save_for_backward(x, weights, gate_up, down, hidden, *plan)
-        ctx.spent = False
-        return _combine(rows, plan, x)
+    def forward(
+        ctx: Any,
+        index: Tensor,
+        keep: bool,
+        alpha: float,
+        limit: float,
+        offset: float,
+        paired: bool,
+        x: Tensor,
+        weights: Tensor,
+        gate_up: Tensor,
+        gate_up_bias: Tensor | None,
+        down: Tensor,
+        down_bias: Tensor | None,
+    ) -> Tensor:
+        given = x, weights, gate_up, gate_up_bias, down, down_bias
+        compute = _forward if has_addresses(index, *given) else _forward_op
+        out, *kept = compute(*given, index, alpha, limit, offset, paired, keep)
+        if keep:
+            ctx.save_for_backward(*given, *kept)
+        ctx.maths, ctx.written = (alpha, limit, offset, paired), False
+        return out
 
     @staticmethod
     @first_order
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weights, gate_up, down, hidden, *parts = ctx.saved_tensors
-        plan = Route(*parts)
-        want_x, _, want_weights, want_gate_up, want_down = ctx.needs_input_grad
-        d_x = d_weights = d_gate_up = d_down = None
-        if ctx.spent:  # by an earlier backward through this graph, which wrote its gradient over it
-            hidden, _ = _up(x, weights, gate_up, plan, keep=True)
-        ctx.spent = True
-        rows = _gather(_aligned(grad), plan, weights.shape[1])
-        d_active = _product(rows, down, plan, transposed=False)
-        active, d_routing = _activation_gradient(d_active, hidden, weights, plan)
-        del d_active
+        saved, want = ctx.saved_tensors, list(ctx.needs_input_grad[6:])
+        if has_addresses(grad, *saved):
+            gradients = _backward(grad, *saved, *ctx.maths, want, overwrite=True, written=ctx.written)
+            ctx.written = True
+        else:
+            gradients = _backward_op(grad, *saved, *ctx.maths, want)
+        found = iter(gradients)
+        return *(None,) * 6, *(next(found) if wanted else None for wanted in want)
+
+
+def _forward(
+    x: Tensor,
+    weights: Tensor,
+    gate_up: Tensor,
+    gate_up_bias: Tensor | None,
+    down: Tensor,
+    down_bias: Tensor | None,
+    index: Tensor,
+    alpha: float,
+    limit: float,
+    offset: float,
+    paired: bool,
+    keep: bool,
+) -> list[Tensor]:
+    """The result, the first product, and the route."""
+    maths, experts = Maths(alpha, limit, offset, paired), down.shape[0]
+    with _on_device_of(x):
+        if is_checking():
+            check(index, experts)
+        x, weights, gate_up, down = _aligned(x), weights.contiguous(), _aligned(gate_up), _aligned(down)
+        gate_up_bias, down_bias = _contiguous(gate_up_bias), _contiguous(down_bias)
+        tile = _tiling.tile(x)
+        routed = Routed(route(index, experts, tile), weights, tile)
+        hidden, active = _grouped.up(x, gate_up, gate_up_bias, routed, maths, keep=keep)
+        rows = _grouped.product(active, down, down_bias, routed, transposed=not paired)
+        return [_grouped.combine(rows, routed), hidden, *routed.route]
+
+
+def _backward(
+    grad: Tensor,
+    x: Tensor,
+    weights: Tensor,
+    gate_up: Tensor,
+    gate_up_bias: Tensor | None,
+    down: Tensor,
+    down_bias: Tensor | None,
+    hidden: Tensor,
+    choice: Tensor,
+    place: Tensor,
+    expert: Tensor,
+    tiles: Tensor,
+    first: Tensor,
+    rows: Tensor,
+    alpha: float,
+    limit: float,
+    offset: float,
+    paired: bool,
+    want: list[bool],
+    *,
+    overwrite: bool = False,
+    written: bool = False,
+) -> list[Tensor]:
+    """Those gradients of the first six tensors behind `grad` that are wanted.
+
+    `overwrite` writes the gradient of `hidden` over it; it is `written` where an earlier backward did.
+    """
+    maths = Maths(alpha, limit, offset, paired)
+    want_x, want_weights, want_gate_up, want_gate_up_bias, want_down, want_down_bias = want
+    found: dict[int, Tensor] = {}
+    with _on_device_of(x):
+        grad, x, gate_up, down = _aligned(grad), _aligned(x), _aligned(gate_up), _aligned(down)
+        weights, gate_up_bias, down_bias = weights.contiguous(), _contiguous(gate_up_bias), _contiguous(down_bias)
+        tile = choice.shape[0] // expert.shape[0]
+        routed = Routed(Route(choice, place, expert, tiles, first, rows), weights, tile)
+        if written:
+            hidden, _ = _grouped.up(x, gate_up, gate_up_bias, routed, maths, keep=True)
+        # A choice that is nobody's has the gradient zero.
+        d_weights = torch.zeros(weights.numel(), device=x.device, dtype=torch.float32)
+        given = _grouped.gather(grad, routed, down_bias, d_weights)
+        d_active = _grouped.product(given, down, None, routed, transposed=paired)
+        d_hidden = hidden if overwrite else torch.empty_like(hidden)
+        active = _grouped.activation_gradient(d_active, hidden, d_hidden, d_weights, routed, maths)
+        del d_active, hidden
         if want_weights:
-            d_weights = d_routing.view(weights.shape).to(weights.dtype)
+            found[1] = d_weights.view(weights.shape).to(weights.dtype)
         if want_down:
-            d_down = _weight_gradient(rows, active, plan, down)
-        del rows, active
+            found[4] = _grouped.weight_gradient(*((active, given) if paired else (given, active)), routed)
+        if want_down_bias:
+            found[5] = _grouped.bias_gradient(given, routed, weighted=True)
+        del given, active
         if want_gate_up:
-            d_gate_up = _weight_gradient(hidden.flatten(1), _gather(x, plan, weights.shape[1]), plan, gate_up)
+            tokens = _grouped.gather(x, routed)
+            found[2] = _grouped.weight_gradient(*((tokens, d_hidden) if paired else (d_hidden, tokens)), routed)
+            del tokens
+        if want_gate_up_bias:
+            found[3] = _grouped.bias_gradient(d_hidden, routed, weighted=False)
         if want_x:
-            d_x = _combine(_product(hidden.flatten(1), gate_up, plan, transposed=False), plan, x)
-        return d_x, None, d_weights, d_gate_up, d_down
+            found[0] = _grouped.combine(_grouped.product(d_hidden, gate_up, None, routed, transposed=paired), routed)
+    return [found[number] for number in sorted(found)]
 
 
-def _up(x: Tensor, weights: Tensor, gate_up: Tensor, plan: Route, *, keep: bool) -> tuple[Tensor, Tensor]:
-    rows, (experts, twice, width) = plan.choice.shape[0], gate_up.shape
-    inner = twice // 2
-    hidden = x.new_empty(rows if keep else TILE, 2, inner)
-    active = x.new_empty(rows, inner)
-    blocks = _UP[x.element_size()]
-    _kernels.up[(_programs(x),)](
-        x,
-        _tiles(gate_up.view(experts, 2, inner, width), 1, 2, blocks.columns, blocks.depth),
-        _tiles(hidden, TILE, 1, blocks.columns),
-        _tiles(active, TILE, blocks.columns),
-        plan.choice,
-        weights,
-        plan.expert,
-        plan.tiles,
-        weights.numel(),
-        width,
-        inner,
-        weights.shape[1],
-        TILE,
-        blocks.columns,
-        blocks.depth,
-        _GROUP,
-        _precision(x),
-        keep,
-        num_warps=blocks.warps,
-        num_stages=blocks.stages,
-    )
-    return hidden, active
+def _on_device_of(x: Tensor) -> AbstractContextManager[Any]:
+    """Triton launches on the current device, whose type may be another than the tensors'."""
+    return torch.cuda.device(x.device) if x.device.type == "cuda" else nullcontext()
 
 
-def _product(rows: Tensor, weight: Tensor, plan: Route, *, transposed: bool) -> Tensor:
-    size = weight.shape[1] if transposed else weight.shape[2]
-    out = rows.new_empty(rows.shape[0], size)
-    blocks = _PRODUCT[rows.element_size()]
-    part = (blocks.columns, blocks.depth) if transposed else (blocks.depth, blocks.columns)
-    _kernels.product[(_programs(rows),)](
-        _tiles(rows, TILE, blocks.depth),
-        _tiles(weight, 1, *part),
-        _tiles(out, TILE, blocks.columns),
-        plan.expert,
-        plan.tiles,
-        size,
-        rows.shape[1],
-        TILE,
-        blocks.columns,
-        blocks.depth,
-        _GROUP,
-        _precision(rows),
-        transposed,
-        num_warps=blocks.warps,
-        num_stages=blocks.stages,
-    )
-    return out
-
-
-def _weight_gradient(left: Tensor, right: Tensor, plan: Route, like: Tensor) -> Tensor:
-    out = torch.empty_like(like)
-    blocks = _GRADIENT[left.element_size()]
-    experts, height, width = like.shape
-    _kernels.weight_gradient[(_programs(left),)](
-        _tiles(left, blocks.depth, blocks.rows),
-        _tiles(right, blocks.depth, blocks.columns),
-        _tiles(out, 1, blocks.rows, blocks.columns),
-        plan.first,
-        plan.rows,
-        experts,
-        height,
-        width,
-        blocks.rows,
-        blocks.columns,
-        blocks.depth,
-        _precision(left),
-        num_warps=blocks.warps,
-        num_stages=blocks.stages,
-    )
-    return out
-
-
-def _activation_gradient(grad: Tensor, hidden: Tensor, weights: Tensor, plan: Route) -> tuple[Tensor, Tensor]:
-    """What the second product was given, and the gradient of the routing weights; that of `hidden` in its place."""
-    active = torch.empty_like(grad)
-    d_weights = torch.zeros(weights.numel(), device=weights.device)  # a choice that is nobody's has none
-    inner = grad.shape[1]
-    _kernels.activation_gradient[(plan.choice.shape[0] // 8,)](
-        grad, hidden, active, d_weights, plan.choice, weights, plan.tiles, weights.numel(), inner, TILE, 8, 256
-    )
-    return active, d_weights
-
-
-def _gather(x: Tensor, plan: Route, choices: int) -> Tensor:
-    out = x.new_empty(plan.choice.shape[0], x.shape[1])
-    _kernels.gather[(out.shape[0] // 8,)](
-        x, out, plan.choice, plan.tiles, plan.place.shape[0], x.shape[1], choices, TILE, 8, 1024, num_warps=8
-    )
-    return out
-
-
-def _combine(rows: Tensor, plan: Route, like: Tensor) -> Tensor:
-    out = torch.empty_like(like)
-    tokens, width = like.shape
-    block = min(2048, triton.next_power_of_2(width))
-    choices = plan.place.shape[0] // tokens
-    _kernels.combine[(tokens, triton.cdiv(width, block))](rows, plan.place, out, width, choices, block)
-    return out
-
-
-def _tiles(tensor: Tensor, *block: int) -> TensorDescriptor:
-    return TensorDescriptor.from_tensor(tensor, list(block))
+def _contiguous(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.contiguous()
 
 
 def _aligned(tensor: Tensor) -> Tensor:
@@ -221,11 +307,50 @@ def _aligned(tensor: Tensor) -> Tensor:
     return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
 
 
-def _programs(tensor: Tensor) -> int:
-    if tensor.device.type != "cuda":  # Triton's interpreter
-        return 2
-    return torch.cuda.get_device_properties(tensor.device).multi_processor_count
+_forward_op = torch.library.custom_op("opslot_triton_moe::experts", _forward, mutates_args=())
+_backward_op = torch.library.custom_op(
+    "opslot_triton_moe::experts_backward",
+    lambda *arguments: _backward(*arguments),
+    mutates_args=(),
+    schema="(Tensor grad, Tensor x, Tensor weights, Tensor gate_up, Tensor? gate_up_bias, Tensor down, "
+    "Tensor? down_bias, Tensor hidden, Tensor choice, Tensor place, Tensor expert, Tensor tiles, Tensor first, "
+    "Tensor rows, float alpha, float limit, float offset, bool paired, bool[] want) -> Tensor[]",
+)
 
 
-def _precision(tensor: Tensor) -> str:
-    return "tf32x3" if tensor.dtype is torch.float32 else "tf32"
+@_forward_op.register_fake
+def _(
+    x: Tensor,
+    weights: Tensor,
+    gate_up: Tensor,
+    gate_up_bias: Tensor | None,
+    down: Tensor,
+    down_bias: Tensor | None,
+    index: Tensor,
+    alpha: float,
+    limit: float,
+    offset: float,
+    paired: bool,
+    keep: bool,
+) -> list[Tensor]:
+    experts, tile = down.shape[0], _tiling.tile(x)
+    rows = rows_of(index.shape[0] * index.shape[1], experts, tile)
+
+    def integers(size: int) -> Tensor:
+        return index.new_empty(size, dtype=torch.int32)
+
+    return [
+        x.new_empty(x.shape),
+        x.new_empty(rows if keep else tile, gate_up.shape[2 if paired else 1]),
+        integers(rows),
+        integers(index.shape[0] * index.shape[1]),
+        integers(rows // tile),
+        integers(1),
+        integers(experts),
+        integers(experts),
+    ]
+
+
+@_backward_op.register_fake
+def _(grad: Tensor, *arguments: Any) -> list[Tensor]:
+    return [given.new_empty(given.shape) for given, wanted in zip(arguments, arguments[-1], strict=False) if wanted]
