@@ -10,6 +10,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from . import _tiling
 from ._kernels import experts as kernels
 from ._route import Route
+from ._tiling import Blocks
 
 # Rows of tiles that share the weights of a column in the cache.
 _GROUP = 8
@@ -18,8 +19,8 @@ _GROUP = 8
 class Maths(NamedTuple):
     """active = (up + offset) * gate * sigmoid(alpha * gate), clamped by `limit`.
 
-    `paired` as gpt-oss stores its weights, [E, H, 2I] with gate and up in alternating columns and [E, I, H]; others have
-    [E, 2I, H] and [E, H, I].
+    `paired` as gpt-oss stores its weights: [E, H, 2I] with gate and up in alternating columns, and [E, I, H]. Others
+    have [E, 2I, H] and [E, H, I].
     """
 
     alpha: float
@@ -39,23 +40,35 @@ class Routed(NamedTuple):
     def choices(self) -> int:
         return self.weights.shape[1]
 
+    @property
+    def rows(self) -> int:
+        """Of an expert, on average."""
+        return max(1, self.weights.numel() // self.route.first.shape[0])
+
 
 def up(
-    x: Tensor, gate_up: Tensor, bias: Tensor | None, routed: Routed, maths: Maths, *, keep: bool
+    x: Tensor,
+    gate_up: Tensor,
+    bias: Tensor | None,
+    routed: Routed,
+    maths: Maths,
+    *,
+    keep: bool,
+    blocks: Blocks | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The first product [P, 2I], or one tile of it where it is not kept, and what the second one is given [P, I]."""
     route, rows = routed.route, routed.route.choice.shape[0]
     experts, width, inner = gate_up.shape[0], x.shape[1], gate_up.numel() // gate_up.shape[0] // x.shape[1] // 2
     hidden = x.new_empty(rows if keep else routed.tile, 2 * inner)
     active = x.new_empty(rows, inner)
-    blocks = _tiling.blocks("up", x)
+    blocks = blocks or _tiling.blocks("up_paired" if maths.paired else "up", x, routed.tile, routed.rows, inner, width)
     if maths.paired:
         weight = _tiles(gate_up, 1, blocks.depth, 2 * blocks.columns)
         kept = _tiles(hidden, routed.tile, blocks.columns)
     else:
         weight = _tiles(gate_up.view(experts, 2, inner, width), 1, 2, blocks.columns, blocks.depth)
         kept = _tiles(hidden.view(-1, 2, inner), routed.tile, 1, blocks.columns // 2)
-    kernels.up[(_tiling.programs(x),)](
+    kernels.up[(_tiling.programs(x, blocks),)](
         x,
         weight,
         bias,
@@ -85,13 +98,21 @@ def up(
     return hidden, active
 
 
-def product(rows: Tensor, weight: Tensor, bias: Tensor | None, routed: Routed, *, transposed: bool) -> Tensor:
+def product(
+    rows: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    routed: Routed,
+    *,
+    transposed: bool,
+    blocks: Blocks | None = None,
+) -> Tensor:
     """[P, D] -> [P, N]: each row by the matrix of its expert, which is [N, D] where `transposed`, else [D, N]."""
     route, size = routed.route, weight.shape[1] if transposed else weight.shape[2]
     out = rows.new_empty(rows.shape[0], size)
-    blocks = _tiling.blocks("product", rows)
+    blocks = blocks or _tiling.blocks("product", rows, routed.tile, routed.rows, size, rows.shape[1])
     part = (blocks.columns, blocks.depth) if transposed else (blocks.depth, blocks.columns)
-    kernels.product[(_tiling.programs(rows),)](
+    kernels.product[(_tiling.programs(rows, blocks),)](
         _tiles(rows, routed.tile, blocks.depth),
         _tiles(weight, 1, *part),
         bias,
@@ -116,17 +137,17 @@ def product(rows: Tensor, weight: Tensor, bias: Tensor | None, routed: Routed, *
     return out
 
 
-def weight_gradient(left: Tensor, right: Tensor, routed: Routed) -> Tensor:
+def weight_gradient(left: Tensor, right: Tensor, routed: Routed, *, blocks: Blocks | None = None) -> Tensor:
     """[P, M] and [P, N] -> [E, M, N]: left.T @ right over the rows of each expert."""
-    first, count = routed.route.first, routed.route.rows
+    first, size = routed.route.first, routed.route.size
     out = left.new_empty(first.shape[0], left.shape[1], right.shape[1])
-    blocks = _tiling.blocks("weight_gradient", left)
-    kernels.weight_gradient[(_tiling.programs(left),)](
+    blocks = blocks or _tiling.blocks("weight_gradient", left, routed.tile, routed.rows, right.shape[1], left.shape[1])
+    kernels.weight_gradient[(_tiling.programs(left, blocks),)](
         _tiles(left, blocks.depth, blocks.rows),
         _tiles(right, blocks.depth, blocks.columns),
         _tiles(out, 1, blocks.rows, blocks.columns // 2),
         first,
-        count,
+        size,
         *out.shape,
         BM=blocks.rows,
         BN=blocks.columns,
@@ -158,6 +179,7 @@ def activation_gradient(
         routed.weights.numel(),
         grad.shape[1],
         TILE=routed.tile,
+        PAD=_tiling.padding(routed.tile),
         BR=8,
         BI=256,
         PAIRED=maths.paired,
@@ -181,6 +203,7 @@ def gather(x: Tensor, routed: Routed, bias: Tensor | None = None, along: Tensor 
         x.shape[1],
         K=routed.choices,
         TILE=routed.tile,
+        PAD=_tiling.padding(routed.tile),
         BR=8,
         BW=1024,
         BIASED=bias is not None,
@@ -210,7 +233,7 @@ def bias_gradient(rows: Tensor, routed: Routed, *, weighted: bool) -> Tensor:
         route.choice,
         routed.weights,
         route.first,
-        route.rows,
+        route.size,
         routed.weights.numel(),
         width,
         BR=16,

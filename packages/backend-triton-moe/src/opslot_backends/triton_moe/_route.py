@@ -10,7 +10,7 @@ from torch import Tensor
 from ._kernels import routing
 
 # Choices that one program counts and places: each is compared with all others of its chunk.
-_CHUNK = 128
+_CHUNK = 512
 
 
 class Route(NamedTuple):
@@ -20,7 +20,7 @@ class Route(NamedTuple):
 
     choice [P]: the choice, token * K + k, whose row this is, or S. place [S]: the row of a choice, or -1 where it is no
     expert's of ours. expert [P / tile]: the expert of a tile. tiles [1]: how many tiles there are; what comes behind is
-    never looked at. first, rows [E]: where the rows of an expert begin, and how many there are with the padding.
+    never looked at. first, size [E]: where the rows of an expert begin, and how many there are without the padding.
     """
 
     choice: Tensor
@@ -28,7 +28,7 @@ class Route(NamedTuple):
     expert: Tensor
     tiles: Tensor
     first: Tensor
-    rows: Tensor
+    size: Tensor
 
 
 def rows_of(choices: int, experts: int, tile: int) -> int:
@@ -54,11 +54,11 @@ def route(index: Tensor, experts: int, tile: int) -> Route:
         integers(chunks + 1, lanes),
         Route(*map(integers, (total, choices, total // tile, 1, experts, experts))),
     )
-    routing.count[(chunks,)](index, counts, choices, experts, BS=_CHUNK, EB=lanes)
+    routing.count[(chunks,)](index, counts, choices, experts, BS=_CHUNK, BO=32, EB=lanes, num_warps=8)
     routing.layout[(1,)](
         counts,
         made.first,
-        made.rows,
+        made.size,
         made.tiles,
         chunks,
         experts,
@@ -71,7 +71,7 @@ def route(index: Tensor, experts: int, tile: int) -> Route:
         index,
         counts,
         made.first,
-        made.rows,
+        made.size,
         made.choice,
         made.place,
         made.expert,
@@ -80,7 +80,9 @@ def route(index: Tensor, experts: int, tile: int) -> Route:
         chunks,
         TILE=tile,
         BS=_CHUNK,
+        BO=32,
         EB=lanes,
+        num_warps=8,
     )
     return made
 

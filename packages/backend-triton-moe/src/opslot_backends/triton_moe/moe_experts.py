@@ -126,6 +126,7 @@ def _check(
         )
     experts, width = gate_up.shape[0], x.shape[1]
     inner = down.shape[1] if maths.paired else down.shape[2]
+    expected: list[tuple[int, ...]]
     text, expected = "gate_up [E, 2I, H] and down [E, H, I]", [(experts, 2 * inner, width), (experts, width, inner)]
     given = [gate_up, down]
     if gate_up_bias is not None and down_bias is not None:
@@ -159,7 +160,7 @@ def _padded(maths: Maths, parameters: dict[str, Tensor | None], more: int, furth
             "down": F.pad(down, (0, more, 0, further)),
             "down_bias": F.pad(down_bias, (0, more)),
         }
-    halves = F.pad(gate_up.unflatten(1, (2, -1)), (0, more, 0, further))
+    halves = F.pad(gate_up.reshape(gate_up.shape[0], 2, -1, gate_up.shape[2]), (0, more, 0, further))
     return {**parameters, "gate_up": halves.flatten(1, 2), "down": F.pad(down, (0, further, 0, more))}
 
 
@@ -192,11 +193,12 @@ class _Experts(torch.autograd.Function):
     @first_order
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         saved, want = ctx.saved_tensors, list(ctx.needs_input_grad[6:])
+        arguments: list[Any] = [grad, *saved, *ctx.maths, want]
         if has_addresses(grad, *saved):
-            gradients = _backward(grad, *saved, *ctx.maths, want, overwrite=True, written=ctx.written)
+            gradients = _backward(True, ctx.written, *arguments)
             ctx.written = True
         else:
-            gradients = _backward_op(grad, *saved, *ctx.maths, want)
+            gradients = _backward_op(*arguments)
         found = iter(gradients)
         return *(None,) * 6, *(next(found) if wanted else None for wanted in want)
 
@@ -222,7 +224,7 @@ def _forward(
             check(index, experts)
         x, weights, gate_up, down = _aligned(x), weights.contiguous(), _aligned(gate_up), _aligned(down)
         gate_up_bias, down_bias = _contiguous(gate_up_bias), _contiguous(down_bias)
-        tile = _tiling.tile(x)
+        tile = _tiling.tile(x, index.numel(), experts)
         routed = Routed(route(index, experts, tile), weights, tile)
         hidden, active = _grouped.up(x, gate_up, gate_up_bias, routed, maths, keep=keep)
         rows = _grouped.product(active, down, down_bias, routed, transposed=not paired)
@@ -230,6 +232,8 @@ def _forward(
 
 
 def _backward(
+    overwrite: bool,
+    written: bool,
     grad: Tensor,
     x: Tensor,
     weights: Tensor,
@@ -243,15 +247,12 @@ def _backward(
     expert: Tensor,
     tiles: Tensor,
     first: Tensor,
-    rows: Tensor,
+    size: Tensor,
     alpha: float,
     limit: float,
     offset: float,
     paired: bool,
     want: list[bool],
-    *,
-    overwrite: bool = False,
-    written: bool = False,
 ) -> list[Tensor]:
     """Those gradients of the first six tensors behind `grad` that are wanted.
 
@@ -264,7 +265,7 @@ def _backward(
         grad, x, gate_up, down = _aligned(grad), _aligned(x), _aligned(gate_up), _aligned(down)
         weights, gate_up_bias, down_bias = weights.contiguous(), _contiguous(gate_up_bias), _contiguous(down_bias)
         tile = choice.shape[0] // expert.shape[0]
-        routed = Routed(Route(choice, place, expert, tiles, first, rows), weights, tile)
+        routed = Routed(Route(choice, place, expert, tiles, first, size), weights, tile)
         if written:
             hidden, _ = _grouped.up(x, gate_up, gate_up_bias, routed, maths, keep=True)
         # A choice that is nobody's has the gradient zero.
@@ -310,11 +311,11 @@ def _aligned(tensor: Tensor) -> Tensor:
 _forward_op = torch.library.custom_op("opslot_triton_moe::experts", _forward, mutates_args=())
 _backward_op = torch.library.custom_op(
     "opslot_triton_moe::experts_backward",
-    lambda *arguments: _backward(*arguments),
+    lambda *arguments: _backward(False, False, *arguments),
     mutates_args=(),
     schema="(Tensor grad, Tensor x, Tensor weights, Tensor gate_up, Tensor? gate_up_bias, Tensor down, "
     "Tensor? down_bias, Tensor hidden, Tensor choice, Tensor place, Tensor expert, Tensor tiles, Tensor first, "
-    "Tensor rows, float alpha, float limit, float offset, bool paired, bool[] want) -> Tensor[]",
+    "Tensor size, float alpha, float limit, float offset, bool paired, bool[] want) -> Tensor[]",
 )
 
 
@@ -333,8 +334,9 @@ def _(
     paired: bool,
     keep: bool,
 ) -> list[Tensor]:
-    experts, tile = down.shape[0], _tiling.tile(x)
-    rows = rows_of(index.shape[0] * index.shape[1], experts, tile)
+    experts, choices = down.shape[0], index.shape[0] * index.shape[1]
+    tile = _tiling.tile(x, choices, experts)
+    rows = rows_of(choices, experts, tile)
 
     def integers(size: int) -> Tensor:
         return index.new_empty(size, dtype=torch.int32)
@@ -343,7 +345,7 @@ def _(
         x.new_empty(x.shape),
         x.new_empty(rows if keep else tile, gate_up.shape[2 if paired else 1]),
         integers(rows),
-        integers(index.shape[0] * index.shape[1]),
+        integers(choices),
         integers(rows // tile),
         integers(1),
         integers(experts),

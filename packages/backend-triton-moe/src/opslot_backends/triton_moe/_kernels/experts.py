@@ -182,7 +182,7 @@ def weight_gradient(
     right,  # [P, N]
     out,  # [E, M, N]
     first,
-    rows,
+    size,
     E,
     M,
     N,
@@ -191,7 +191,7 @@ def weight_gradient(
     BK: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """out = left.T @ right over the rows of each expert; zeros for one without."""
+    """out = left.T @ right over the rows of each expert, and zeros behind them; zeros for one without rows."""
     height = tl.cdiv(M, BM)
     width = tl.cdiv(N, BN)
     for number in tl.range(tl.program_id(0), E * height * width, tl.num_programs(0)):
@@ -200,11 +200,21 @@ def weight_gradient(
         n = number % width
         begin = tl.load(first + e)
         acc = tl.zeros((BM, BN), tl.float32)
-        for k in range(begin, begin + tl.load(rows + e), BK):
+        for k in range(begin, begin + tl.load(size + e), BK):
             acc = tl.dot(left.load([k, m * BM]).T, right.load([k, n * BN]), acc, input_precision=PRECISION)
         one, other = acc.reshape(BM, 2, BN // 2).permute(0, 2, 1).split()
         out.store([e, m * BM, n * BN], one.to(out.dtype).reshape(1, BM, BN // 2))
         out.store([e, m * BM, n * BN + BN // 2], other.to(out.dtype).reshape(1, BM, BN // 2))
+
+
+@triton.jit
+def _is_read(row, choice, tiles, S, TILE: tl.constexpr, PAD: tl.constexpr):
+    """Whether anything but a row of padding depends on a row: the gradients of weights read PAD rows at a time.
+
+    Padding comes last, so PAD rows of which the first is padding have nothing else.
+    """
+    there = row < tl.load(tiles) * TILE
+    return tl.load(choice + row // PAD * PAD, mask=there, other=S) < S
 
 
 @triton.jit
@@ -223,13 +233,14 @@ def activation_gradient(
     S,
     INNER,
     TILE: tl.constexpr,
+    PAD: tl.constexpr,
     BR: tl.constexpr,
     BI: tl.constexpr,
     PAIRED: tl.constexpr,
 ):
-    """The gradients of gate, up and routing weight, from that of their product. Rows of padding get zeros."""
+    """The gradients of gate, up and routing weight, from that of their product; zeros for padding that is read."""
     start = tl.program_id(0) * BR
-    if start < tl.load(tiles) * TILE:
+    if _is_read(start, choice, tiles, S, TILE, PAD):
         rows = start + tl.arange(0, BR)
         chosen = tl.load(choice + rows)
         mine = chosen < S
@@ -281,12 +292,13 @@ def gather(
     W,
     K: tl.constexpr,
     TILE: tl.constexpr,
+    PAD: tl.constexpr,
     BR: tl.constexpr,
     BW: tl.constexpr,
     BIASED: tl.constexpr,
 ):
     start = tl.program_id(0) * BR
-    if start < tl.load(tiles) * TILE:
+    if _is_read(start, choice, tiles, S, TILE, PAD):
         rows = start + tl.arange(0, BR)
         chosen = tl.load(choice + rows)
         mine = chosen < S
@@ -325,7 +337,7 @@ def bias_gradient(
     choice,
     weights,
     first,
-    count,
+    size,
     S,
     W,
     BR: tl.constexpr,
@@ -337,7 +349,7 @@ def bias_gradient(
     column = tl.program_id(1) * BW + tl.arange(0, BW)[None, :]
     begin = tl.load(first + e)
     acc = tl.zeros((BR, BW), tl.float32)
-    for start in range(begin, begin + tl.load(count + e), BR):
+    for start in range(begin, begin + tl.load(size + e), BR):
         row = start + tl.arange(0, BR)
         value = tl.load(rows + row[:, None].to(tl.int64) * W + column, mask=column < W, other=0.0).to(tl.float32)
         if WEIGHTED:

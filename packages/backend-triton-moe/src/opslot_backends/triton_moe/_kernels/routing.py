@@ -1,7 +1,7 @@
 """A stable counting sort of the choices by expert, in three launches and without atomics.
 
-S choices in chunks of BS, E experts of which there are EB lanes, a power of two above E: lane E counts the choices that
-are no expert's of ours.
+S choices in chunks of BS, which are looked at BO at a time. E experts in EB lanes, a power of two above E: lane E
+counts the choices that are no expert's of ours.
 """
 
 import triton
@@ -16,21 +16,24 @@ def _experts(index, choices, S, E):
 
 
 @triton.jit
-def count(index, counts, S, E, BS: tl.constexpr, EB: tl.constexpr):
+def count(index, counts, S, E, BS: tl.constexpr, BO: tl.constexpr, EB: tl.constexpr):
     """counts[chunk, e]: how many choices of the chunk go to e."""
     chunk = tl.program_id(0)
-    choices = chunk * BS + tl.arange(0, BS)
-    e = _experts(index, choices, S, E)
     lanes = tl.arange(0, EB)
-    found = (e[:, None] == lanes[None, :]) & (choices < S)[:, None]
-    tl.store(counts + chunk * EB + lanes, tl.sum(found.to(tl.int32), 0))
+    total = tl.zeros((EB,), tl.int32)
+    for start in range(chunk * BS, chunk * BS + BS, BO):
+        choices = start + tl.arange(0, BO)
+        e = _experts(index, choices, S, E)
+        found = (e[:, None] == lanes[None, :]) & (choices < S)[:, None]
+        total += tl.sum(found.to(tl.int32), 0)
+    tl.store(counts + chunk * EB + lanes, total)
 
 
 @triton.jit
-def layout(counts, first, rows, tiles, CHUNKS, E, TILE: tl.constexpr, BC: tl.constexpr, EB: tl.constexpr):
+def layout(counts, first, size, tiles, CHUNKS, E, TILE: tl.constexpr, BC: tl.constexpr, EB: tl.constexpr):
     """counts[chunk, e] becomes how many choices of earlier chunks go to e; row CHUNKS, how many of all.
 
-    first and rows are where the rows of an expert begin and how many there are, with the padding to whole tiles.
+    first is where the rows of an expert begin, each at a whole tile, size how many it has.
     """
     lanes = tl.arange(0, EB)
     before = tl.zeros((EB,), tl.int32)
@@ -45,7 +48,7 @@ def layout(counts, first, rows, tiles, CHUNKS, E, TILE: tl.constexpr, BC: tl.con
     padded = tl.where(lanes < E, (before + TILE - 1) // TILE * TILE, 0)
     last = tl.cumsum(padded, 0)
     tl.store(first + lanes, last - padded, mask=lanes < E)
-    tl.store(rows + lanes, padded, mask=lanes < E)
+    tl.store(size + lanes, before, mask=lanes < E)
     tl.store(tiles, tl.sum(padded, 0) // TILE)
 
 
@@ -54,7 +57,7 @@ def place(
     index,
     counts,
     first,
-    rows,
+    size,
     choice,
     place,
     expert,
@@ -63,6 +66,7 @@ def place(
     CHUNKS,
     TILE: tl.constexpr,
     BS: tl.constexpr,
+    BO: tl.constexpr,
     EB: tl.constexpr,
 ):
     """Programs of a chunk put its choices in their rows; those of a tile say its expert and fill its padding."""
@@ -71,21 +75,21 @@ def place(
     if program < CHUNKS:
         choices = program * BS + tl.arange(0, BS)
         e = _experts(index, choices, S, E)
-        others = program * BS + tl.arange(0, BS)
-        earlier = (_experts(index, others, S, E)[None, :] == e[:, None]) & (others[None, :] < choices[:, None])
         ours = (e < E) & (choices < S)
         row = tl.load(first + e, mask=ours, other=0) + tl.load(counts + program * EB + e, mask=ours, other=0)
-        row += tl.sum(earlier.to(tl.int32), 1)
+        for start in range(program * BS, program * BS + BS, BO):
+            others = start + tl.arange(0, BO)
+            earlier = (_experts(index, others, S, E)[None, :] == e[:, None]) & (others[None, :] < choices[:, None])
+            row += tl.sum(earlier.to(tl.int32), 1)
         tl.store(choice + row, choices, mask=ours)
         tl.store(place + choices, tl.where(ours, row, -1), mask=choices < S)
     else:
         tile = program - CHUNKS
-        begin = tl.load(first + lanes, mask=lanes < E, other=0)
-        size = tl.load(rows + lanes, mask=lanes < E, other=0)
-        # The expert whose rows hold the tile; any where there is none.
-        e = tl.sum(((begin + size <= tile * TILE) & (lanes < E)).to(tl.int32), 0)
-        e = tl.minimum(e, E - 1)
-        tl.store(expert + tile, e)
-        filled = tl.load(first + e) + tl.load(counts + CHUNKS * EB + e)
+        # The last expert whose rows begin at or before the tile; any where there is none. Experts without rows begin
+        # where the next one does.
+        begin = tl.load(first + lanes, mask=lanes < E, other=2147483647)
+        owner = tl.maximum(tl.sum((begin <= tile * TILE).to(tl.int32), 0) - 1, 0)
+        tl.store(expert + tile, owner)
+        filled = tl.load(first + owner) + tl.load(size + owner)
         at = tile * TILE + tl.arange(0, TILE)
         tl.store(choice + at, tl.full((TILE,), 0, tl.int32) + S, mask=at >= filled)
