@@ -66,7 +66,7 @@ def test_the_experts(variant, dtype, target, launches, monkeypatch):
         "up",
         "product",
         "combine",
-        "gather",
+        "dispatch",
         "activation_gradient",
         "weight_gradient",
     }

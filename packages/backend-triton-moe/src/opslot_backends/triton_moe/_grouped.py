@@ -54,13 +54,19 @@ def up(
     maths: Maths,
     *,
     keep: bool,
+    defined: bool = False,
     blocks: Blocks | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The first product [P, 2I], or one tile of it where it is not kept, and what the second one is given [P, I]."""
+    """The first product [P, 2I], or one tile of it where it is not kept, and what the second one is given [P, I].
+
+    The first is zero behind the last tile where it must be `defined`, as what an operator returns.
+    """
     route, rows = routed.route, routed.route.choice.shape[0]
     experts, width, inner = gate_up.shape[0], x.shape[1], gate_up.numel() // gate_up.shape[0] // x.shape[1] // 2
     hidden = x.new_empty(rows if keep else routed.tile, 2 * inner)
     active = x.new_empty(rows, inner)
+    if defined:  # at most a tile an expert and one more are not written
+        hidden[-(experts + 1) * routed.tile :].zero_()
     blocks = blocks or _tiling.blocks("up_paired" if maths.paired else "up", x, routed.tile, routed.rows, inner, width)
     if maths.paired:
         weight = _tiles(gate_up, 1, blocks.depth, 2 * blocks.columns)
@@ -187,27 +193,28 @@ def activation_gradient(
     return active
 
 
-def gather(x: Tensor, routed: Routed, bias: Tensor | None = None, along: Tensor | None = None) -> Tensor:
+def dispatch(x: Tensor, routed: Routed, bias: Tensor | None = None, along: Tensor | None = None) -> Tensor:
     """[T, W] -> [P, W]: the token of each row. `along` [S] gets each row's product with the bias of its expert."""
-    route = routed.route
-    out = x.new_empty(route.choice.shape[0], x.shape[1])
-    kernels.gather[(out.shape[0] // 8,)](
+    route, (tokens, width) = routed.route, x.shape
+    out = x.new_empty(route.choice.shape[0], width)
+    kernels.dispatch[(tokens + route.expert.shape[0],)](
         x,
         out,
         bias,
         along,
         route.choice,
+        route.place,
         route.expert,
         route.tiles,
+        tokens,
         routed.weights.numel(),
-        x.shape[1],
+        width,
         K=routed.choices,
         TILE=routed.tile,
         PAD=_tiling.padding(routed.tile),
         BR=8,
-        BW=1024,
+        BW=min(2048, triton.next_power_of_2(width)),
         BIASED=bias is not None,
-        num_warps=8,
     )
     return out
 

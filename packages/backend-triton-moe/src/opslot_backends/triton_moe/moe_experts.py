@@ -182,8 +182,8 @@ class _Experts(torch.autograd.Function):
         down_bias: Tensor | None,
     ) -> Tensor:
         given = x, weights, gate_up, gate_up_bias, down, down_bias
-        compute = _forward if has_addresses(index, *given) else _forward_op
-        out, *kept = compute(*given, index, alpha, limit, offset, paired, keep)
+        arguments: list[Any] = [*given, index, alpha, limit, offset, paired, keep]
+        out, *kept = _forward(False, *arguments) if has_addresses(index, *given) else _forward_op(*arguments)
         if keep:
             ctx.save_for_backward(*given, *kept)
         ctx.maths, ctx.written = (alpha, limit, offset, paired), False
@@ -204,6 +204,7 @@ class _Experts(torch.autograd.Function):
 
 
 def _forward(
+    defined: bool,
     x: Tensor,
     weights: Tensor,
     gate_up: Tensor,
@@ -217,7 +218,7 @@ def _forward(
     paired: bool,
     keep: bool,
 ) -> list[Tensor]:
-    """The result, the first product, and the route."""
+    """The result, the first product, and the route. `defined`: all memory of what is returned."""
     maths, experts = Maths(alpha, limit, offset, paired), down.shape[0]
     with _on_device_of(x):
         if is_checking():
@@ -226,7 +227,7 @@ def _forward(
         gate_up_bias, down_bias = _contiguous(gate_up_bias), _contiguous(down_bias)
         tile = _tiling.tile(x, index.numel(), experts)
         routed = Routed(route(index, experts, tile), weights, tile)
-        hidden, active = _grouped.up(x, gate_up, gate_up_bias, routed, maths, keep=keep)
+        hidden, active = _grouped.up(x, gate_up, gate_up_bias, routed, maths, keep=keep, defined=defined)
         rows = _grouped.product(active, down, down_bias, routed, transposed=not paired)
         return [_grouped.combine(rows, routed), hidden, *routed.route]
 
@@ -270,7 +271,7 @@ def _backward(
             hidden, _ = _grouped.up(x, gate_up, gate_up_bias, routed, maths, keep=True)
         # A choice that is nobody's has the gradient zero.
         d_weights = torch.zeros(weights.numel(), device=x.device, dtype=torch.float32)
-        given = _grouped.gather(grad, routed, down_bias, d_weights)
+        given = _grouped.dispatch(grad, routed, down_bias, d_weights)
         d_active = _grouped.product(given, down, None, routed, transposed=paired)
         d_hidden = hidden if overwrite else torch.empty_like(hidden)
         active = _grouped.activation_gradient(d_active, hidden, d_hidden, d_weights, routed, maths)
@@ -283,7 +284,7 @@ def _backward(
             found[5] = _grouped.bias_gradient(given, routed, weighted=True)
         del given, active
         if want_gate_up:
-            tokens = _grouped.gather(x, routed)
+            tokens = _grouped.dispatch(x, routed)
             found[2] = _grouped.weight_gradient(*((tokens, d_hidden) if paired else (d_hidden, tokens)), routed)
             del tokens
         if want_gate_up_bias:
@@ -308,7 +309,13 @@ def _aligned(tensor: Tensor) -> Tensor:
     return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
 
 
-_forward_op = torch.library.custom_op("opslot_triton_moe::experts", _forward, mutates_args=())
+_forward_op = torch.library.custom_op(
+    "opslot_triton_moe::experts",
+    lambda *arguments: _forward(True, *arguments),
+    mutates_args=(),
+    schema="(Tensor x, Tensor weights, Tensor gate_up, Tensor? gate_up_bias, Tensor down, Tensor? down_bias, "
+    "Tensor index, float alpha, float limit, float offset, bool paired, bool keep) -> Tensor[]",
+)
 _backward_op = torch.library.custom_op(
     "opslot_triton_moe::experts_backward",
     lambda *arguments: _backward(False, False, *arguments),

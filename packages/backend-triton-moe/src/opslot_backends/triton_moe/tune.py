@@ -68,7 +68,7 @@ def launches(
     down = weight(inner, hidden) if paired else weight(hidden, inner)
     bias = torch.zeros(experts, 2 * inner, device=device, dtype=dtype) if paired else None
     maths = Maths(1.0, inf, 0.0, paired)
-    gathered = _grouped.gather(x, routed)
+    gathered = _grouped.dispatch(x, routed)
     first, active = _grouped.up(x, gate_up, bias, routed, maths, keep=True)
 
     def problem(kernel: str, columns: int, depth: int) -> Problem:

@@ -280,14 +280,16 @@ def activation_gradient(
 
 
 @triton.jit
-def gather(
+def dispatch(
     x,  # [T, W]
-    out,  # [P, W], written: the token of each row, zeros in padding
+    out,  # [P, W], written: the token of each row, and zeros for padding that is read
     bias,  # [E, W] where BIASED
     along,  # [S], of float32, written where BIASED: row times bias
     choice,
+    place,
     expert,
     tiles,
+    T,
     S,
     W,
     K: tl.constexpr,
@@ -297,25 +299,35 @@ def gather(
     BW: tl.constexpr,
     BIASED: tl.constexpr,
 ):
-    start = tl.program_id(0) * BR
-    if _is_read(start, choice, tiles, S, TILE, PAD):
-        rows = start + tl.arange(0, BR)
-        chosen = tl.load(choice + rows)
-        mine = chosen < S
-        source = x + tl.where(mine, chosen // K, 0)[:, None].to(tl.int64) * W
-        target = out + rows[:, None].to(tl.int64) * W
-        if BIASED:
-            shift = bias + tl.load(expert + start // TILE).to(tl.int64) * W
-            total = tl.zeros((BR,), tl.float32)
-        for c in range(0, W, BW):
-            column = c + tl.arange(0, BW)[None, :]
-            value = tl.load(source + column, mask=mine[:, None] & (column < W), other=0.0)
-            tl.store(target + column, value, mask=column < W)
-            if BIASED:
-                by = tl.load(shift + column, mask=column < W, other=0.0)
-                total += tl.sum(value.to(tl.float32) * by.to(tl.float32), 1)
-        if BIASED:
-            tl.store(along + chosen, total, mask=mine)
+    """A program reads a token once and writes it K times; those behind the last token fill the padding of a tile."""
+    program = tl.program_id(0)
+    if program < T:
+        source = x + program.to(tl.int64) * W
+        for k in tl.static_range(K):
+            row = tl.load(place + program * K + k)
+            if row >= 0:
+                target = out + row.to(tl.int64) * W
+                total = 0.0
+                for c in range(0, W, BW):
+                    column = c + tl.arange(0, BW)
+                    value = tl.load(source + column, mask=column < W, other=0.0)
+                    tl.store(target + column, value, mask=column < W)
+                    if BIASED:
+                        shift = bias + tl.load(expert + row // TILE).to(tl.int64) * W
+                        by = tl.load(shift + column, mask=column < W, other=0.0)
+                        total += tl.sum(value.to(tl.float32) * by.to(tl.float32))
+                if BIASED:
+                    tl.store(along + program * K + k, total)
+    elif program - T < tl.load(tiles):
+        for start in range((program - T) * TILE, (program - T) * TILE + TILE, BR):
+            row = start + tl.arange(0, BR)
+            empty = tl.load(choice + row) >= S
+            if (tl.max(empty.to(tl.int32)) > 0) & _is_read(start, choice, tiles, S, TILE, PAD):
+                target = out + row[:, None].to(tl.int64) * W
+                for c in range(0, W, BW):
+                    column = c + tl.arange(0, BW)[None, :]
+                    zeros = tl.zeros((BR, BW), out.dtype.element_ty)
+                    tl.store(target + column, zeros, mask=empty[:, None] & (column < W))
 
 
 @triton.jit

@@ -1,0 +1,166 @@
+"""The experts in Triton's interpreter: the contract's samples, and what no sample has."""
+
+import opslot
+import pytest
+import torch
+from opslot.testing import check, poisoned_memory
+from opslot_backends.triton_moe import _tiling, moe_experts
+from opslot_backends.triton_moe._tiling import Blocks
+
+FUNCTIONS = {
+    "standard": moe_experts.moe_experts,
+    "clamped": moe_experts.moe_experts_clamped,
+    "gpt_oss": moe_experts.moe_experts_gpt_oss,
+}
+# Those that the interpreter does in a few seconds.
+QUICK = ("one token", "no tokens", "empty experts", "chosen twice", "some not mine", "none mine")
+LAYOUTS = ("one expert", "every expert chosen", "float32 routing weights", "strided", "expanded", "transposed weights")
+SLOW = ("ordinary", "seventeen experts", "odd sizes", "int32 indices")
+
+
+def sample_of(variant, name="chosen twice"):
+    samples = opslot.registry().contract("moe_experts", variant).samples("cpu", torch.float32, 0)
+    return next(sample for sample in samples if sample.name == name)
+
+
+def results(function, arguments):
+    """The output and all gradients for an incoming gradient that is not constant."""
+    leaves = [a for a in arguments if isinstance(a, torch.Tensor) and a.requires_grad]
+    out = function(*arguments)
+    return [out, *torch.autograd.grad(out, leaves, out.detach().cos())]
+
+
+def assert_as_the_reference(variant, arguments):
+    reference = opslot.registry().contract("moe_experts", variant).load_reference()
+    for got, expected in zip(results(FUNCTIONS[variant], arguments), results(reference, arguments), strict=True):
+        # Sums of some hundred numbers of a few units, in another order.
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("sample", QUICK)
+@pytest.mark.parametrize("variant", FUNCTIONS)
+def test_values_and_gradients(variant, sample, interpreter):
+    with poisoned_memory():
+        check("moe_experts", variant, FUNCTIONS[variant], checks=("gradients",), samples=(sample,))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("variant", "sample"), [*(("standard", s) for s in (*LAYOUTS, *SLOW)), ("clamped", SLOW[0]), ("gpt_oss", SLOW[0]),
+                            ("gpt_oss", "odd sizes"), ("gpt_oss", "another alpha")]
+)  # fmt: skip
+def test_more_values_and_gradients(variant, sample, interpreter):
+    check("moe_experts", variant, FUNCTIONS[variant], checks=("gradients",), samples=(sample,))
+
+
+@pytest.mark.parametrize("variant", FUNCTIONS)
+def test_frozen_arguments_and_side_effects(variant, interpreter):
+    """`twice` is the test of what backward writes over."""
+    checks = ("arguments", "twice", "no_grad", "refusals")
+    if variant == "gpt_oss":  # which has most of them
+        checks = (*checks, "frozen", "double_backward", "state")
+    check("moe_experts", variant, FUNCTIONS[variant], checks=checks, samples=("one token",))
+
+
+@pytest.mark.parametrize("variant", FUNCTIONS)
+def test_half_precision(variant, interpreter):
+    check("moe_experts", variant, FUNCTIONS[variant], checks=("gradients",), samples=("chosen twice",), dtype="float16")
+
+
+@pytest.mark.parametrize("variant", FUNCTIONS)
+def test_operators_and_one_graph(variant, interpreter):
+    check("moe_experts", variant, FUNCTIONS[variant], checks=("custom_ops",), samples=("one token",))
+    torch._dynamo.reset()
+    arguments = sample_of(variant).args
+    compiled = torch.compile(FUNCTIONS[variant], fullgraph=True, backend="aot_eager")
+    for got, expected in zip(results(compiled, arguments), results(FUNCTIONS[variant], arguments), strict=True):
+        assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("variant", FUNCTIONS)
+def test_a_backward_that_is_watched_writes_over_nothing(variant, interpreter):
+    """Selective checkpointing keeps what an operator returned, among it what backward writes over elsewhere."""
+    from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+    def keep_everything():
+        return create_selective_checkpoint_contexts(lambda *_, **__: CheckpointPolicy.MUST_SAVE)
+
+    def checkpointed(*arguments):
+        return checkpoint(FUNCTIONS[variant], *arguments, use_reentrant=False, context_fn=keep_everything)
+
+    arguments = sample_of(variant).args
+    for got, expected in zip(results(checkpointed, arguments), results(FUNCTIONS[variant], arguments), strict=True):
+        assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("wrong", [-1, -7, 5, 1000])
+def test_an_index_that_is_no_expert_adds_nothing(wrong, interpreter):
+    hidden, index, *rest = sample_of("standard", "some not mine").args
+    out = moe_experts.moe_experts(hidden, torch.where(index == 4, wrong, index), *rest)
+    assert torch.equal(out, moe_experts.moe_experts(hidden, index, *rest))
+
+
+def test_the_check_stops_at_an_index_that_is_no_expert(interpreter, monkeypatch):
+    hidden, index, *rest = sample_of("standard", "some not mine").args
+    monkeypatch.setenv("OPSLOT_CHECK_ROUTING", "1")
+    moe_experts.moe_experts(hidden, index, *rest)
+    with pytest.raises(ValueError, match=r"top_k_index\[0, 1\] is -1"):
+        moe_experts.moe_experts(hidden, torch.where(index == 4, -1, index), *rest)
+
+
+def test_nan_of_a_token_stays_with_its_experts(interpreter):
+    """Rows of padding read the first token, whose NaN must reach neither other tokens nor other experts."""
+    hidden, index, weights, gate_up, down = sample_of("standard", "empty experts").args
+    poisoned = hidden.detach().clone()
+    poisoned[0] = float("nan")
+    out, _, _, d_gate_up, d_down = results(
+        moe_experts.moe_experts, (poisoned.requires_grad_(), index, weights, gate_up, down)
+    )
+    assert out[0].isnan().all()
+    assert out[1:].isfinite().all()
+    mine = int(index[0, 0])
+    others = [e for e in range(gate_up.shape[0]) if e != mine]
+    assert d_gate_up[mine].isnan().any()
+    assert d_gate_up[others].isfinite().all()
+    assert d_down[others].isfinite().all()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("tile", "columns"), [(64, 64), (128, 16)])
+@pytest.mark.parametrize("variant", FUNCTIONS)
+def test_other_tiles_and_several_blocks_of_each_size(variant, tile, columns, interpreter, monkeypatch):
+    """Padding that no product of rows reads is left unwritten: here it is poisoned."""
+    monkeypatch.setattr(_tiling, "tile", lambda x, choices, experts: tile)
+    monkeypatch.setattr(
+        _tiling, "blocks", lambda kernel, *_: Blocks(tile if kernel != "weight_gradient" else 32, columns, 32, 1, 1)
+    )
+    problem = opslot.registry().contract("moe_experts", variant).workload.problem
+    shape = {"tokens": 150, "hidden": 72, "inner": 40, "experts": 3, "top_k": 2}
+    with poisoned_memory():
+        assert_as_the_reference(variant, problem("cpu", torch.float32, 0, **shape).args)
+
+
+def test_shapes_that_do_not_belong_together_are_refused():
+    hidden, index, weights, gate_up, down = sample_of("standard").args
+    for wrong, message in (
+        ((hidden[:4], index, weights, gate_up, down), "for choices of 5 tokens"),
+        ((hidden, index, weights, gate_up[:2], down), r"gate_up \[E, 2I, H\]"),
+        ((hidden, index, weights, gate_up[:, :6], down), r"gate_up \[E, 2I, H\]"),
+        ((hidden, index, weights, gate_up, down.mT), r"down \[E, H, I\]"),
+        ((hidden, index.float(), weights, gate_up, down), "must be of integers, got torch.float32"),
+        ((hidden, index, weights, gate_up.half(), down), "gate_up of torch.float16"),
+        ((hidden, index, weights, gate_up, down.to("meta")), "other arguments on meta"),
+        ((hidden[None], index, weights, gate_up, down), r"hidden_states must be \[T, H\]"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            moe_experts.moe_experts(*wrong)
+
+
+@pytest.mark.parametrize("variant", FUNCTIONS)
+def test_on_the_meta_device_shapes_are_those_of_the_reference(variant):
+    contract = opslot.registry().contract("moe_experts", variant)
+    for sample in contract.samples("meta", torch.bfloat16, 0):
+        if "mine" in sample.name or sample.name in ("empty experts", "chosen twice"):
+            continue  # their indices lie on the CPU
+        got = FUNCTIONS[variant](*sample.args)
+        assert (got.shape, got.dtype) == (sample.args[0].shape, sample.args[0].dtype), sample.name
