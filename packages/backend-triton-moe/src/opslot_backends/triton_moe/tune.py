@@ -48,7 +48,7 @@ def candidates(problem: Problem, limit: int, *, hopper: bool) -> list[Blocks]:
     taken = [_tiling.shared_memory(problem.kernel, b, problem.itemsize, hopper=hopper) * b.beside for b in found]
     fitting = [blocks for blocks, size in zip(found, taken, strict=True) if size <= limit]
     deep = [blocks for blocks in fitting if blocks.stages > 2 or blocks.beside > 1]
-    return deep or fitting or [_tiling.fitted(problem.kernel, found[-1], problem.itemsize, limit, hopper=hopper)]
+    return deep or fitting or [_tiling.fitted(problem.kernel, min(found), problem.itemsize, limit, hopper=hopper)]
 
 
 def launches(
