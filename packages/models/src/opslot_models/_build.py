@@ -15,12 +15,15 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from ._attention import choosing_attention
 from ._checkpoint import require_every_expert, require_whole
+from ._distributed import name_wrapped_forwards, refuse_new_weights
 from ._families import generated_module
 
 # Where a checkpoint lies: the config must come from the same place as the weights.
 _HUB = ("subfolder", "revision", "token", "cache_dir", "force_download", "local_files_only")
 # With these it lies in other files than those of the usual names.
 _OTHER_FILES = {"variant", "gguf_file", "use_safetensors"}
+# With these transformers shards the weights while it loads them.
+_SHARDING = {"distributed_config", "tp_plan", "tp_size"}
 # What a class of language models is called, with a head over the vocabulary.
 _LANGUAGE = ("ForCausalLM", "ForConditionalGeneration")
 
@@ -61,6 +64,8 @@ def build_foundation_model(
     model: Any
     with choosing_attention(ops):
         if isinstance(config_or_path, PreTrainedConfig):
+            for name in _SHARDING & kwargs.keys():
+                refuse_new_weights(name)
             cls = _model_class(config_or_path, architecture)
             _rehearse(cls, config_or_path, ops, device, kwargs)
             model = cls._from_config(config_or_path, **kwargs)
@@ -160,5 +165,6 @@ def _load(cls: type[PreTrainedModel], path: str, kwargs: dict[str, Any]) -> PreT
     # Shapes that do not fit come back in the report, and are refused by name with the rest.
     model, info = load(path, output_loading_info=True, **{**kwargs, "ignore_mismatched_sizes": True})
     require_whole(path, cls.__name__, info)
+    name_wrapped_forwards(model)
     loaded: PreTrainedModel = model
     return loaded
