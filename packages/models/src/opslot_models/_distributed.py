@@ -2,33 +2,65 @@
 
 from typing import Any
 
-from opslot import OpslotError, OpSlot
+from opslot import BindError, OpSlot, OpslotError
 from transformers import PreTrainedModel
 
-_DISTRIBUTED = "transformers.distributed."
+# With these transformers shards the weights while it loads them.
+SHARDING = frozenset({"distributed_config", "tp_plan", "tp_size"})
 
 
 def name_wrapped_forwards(model: PreTrainedModel) -> None:
     """Say of the forwards that transformers put around guarded experts what they wrap, as functools.wraps would.
 
-    transformers swaps the tokens and the weights for those of this rank and calls the forward of the class in between,
-    with the guard in it. Without `__wrapped__`, `bind` takes the guard for unreachable; with it, it looks for itself
-    whether the wrapper holds that forward.
+    They swap tokens and weights for those of this rank and call the forward of the class in between, with its guard.
+    Without `__wrapped__`, `bind` takes the guard for unreachable; with it, `bind` looks for itself whether the wrapper
+    holds that forward.
     """
     for module in model.modules():
         forward: Any = vars(module).get("forward")
-        if forward is not None and forward.__module__.startswith(_DISTRIBUTED) and _has_guarded_forward(module):
+        if is_of_transformers(forward) and _slot(module) is not None:
             forward.__wrapped__ = type(module).forward
 
 
+def is_of_transformers(forward: Any) -> bool:
+    """Whether this is a forward that `distributed_config` has put on a module."""
+    return str(getattr(forward, "__module__", "")).startswith("transformers.distributed.")
+
+
 def refuse_new_weights(name: str) -> None:
-    """transformers shards a checkpoint while it loads it, and has no way to shard a model with new weights."""
+    """Raise: transformers shards a checkpoint while it loads it, and a model with new weights in no way."""
     raise OpslotError(
-        f"{name} shards a checkpoint while it is loaded, and a config alone has no weights to load: save a new model "
-        "once, build_foundation_model(config).save_pretrained(path), and then build_foundation_model(path, ops, "
+        f"{name} shards a checkpoint while it is loaded, and a config alone has no weights to load. Save a new model "
+        "once, build_foundation_model(config).save_pretrained(path), then call build_foundation_model(path, ops, "
         f"{name}=...) on every rank"
     )
 
 
-def _has_guarded_forward(module: Any) -> bool:
-    return isinstance(getattr(type(module), "moe_experts_op", None), OpSlot)
+def refuse_disconnected_experts(model: PreTrainedModel) -> None:
+    """Raise `BindError` where a rank whose experts no token chose would leave the collectives of backward to others.
+
+    With "all_reduce" each rank sums in backward what all ranks have, as far as autograd leads there. Upstream's loop
+    over experts returns new zeros when none was chosen, which leads nowhere; its other implementations and opslot's
+    kernels return what depends on their inputs. With "all_to_all" a rank runs at least one token.
+    """
+    config: Any = model.config
+    distributed = getattr(config, "distributed_config", None)
+    # 5.17 has no other implementation, and no field for it.
+    if not getattr(distributed, "enable_expert_parallel", False) or config._experts_implementation != "eager":
+        return
+    if getattr(distributed, "ep_implementation", "all_reduce") != "all_reduce":
+        return
+    for name, module in model.named_modules():
+        slot = _slot(module)
+        if slot is not None and slot.kernel is None:
+            raise BindError(
+                f"{name} would run upstream's loop over experts under expert parallelism by all_reduce, where a rank "
+                "whose experts no token chose takes no part in the collectives of backward: the others hang, or add "
+                f"up what does not belong together. Choose a kernel ({slot.op}: torch), "
+                "experts_implementation='grouped_mm', or ep_implementation='all_to_all'"
+            )
+
+
+def _slot(module: Any) -> OpSlot | None:
+    slot = getattr(module, "moe_experts_op", None)
+    return slot if isinstance(slot, OpSlot) else None

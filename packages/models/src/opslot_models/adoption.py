@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
+from ._distributed import is_of_transformers
 from ._families import GENERATED, patches, twins, upstream_module
 from ._sets import known_families
 
@@ -207,6 +208,8 @@ def plan_swaps(model: torch.nn.Module) -> tuple[Swap, ...]:
         remedy = "Adopt before whatever wrapped it (accelerate, mixed precision, use_kernels, tensor parallelism)"
         if hasattr(swap.module, "_hf_hook"):
             remedy += ". What device_map does, build_foundation_model(path, ops, device_map=...) does with slots"
+        elif is_of_transformers(vars(swap.module).get("forward")):
+            remedy += ". build_foundation_model(path, ops, distributed_config=...) puts slots inside of it"
         _refuse_own_forward(swap, f"which calls upstream's code and would never reach a kernel. {remedy}")
     _refuse_wrappers(modules, swaps)
     for theirs, ours in {(own_class(swap.old).__module__, own_class(swap.new).__module__) for swap in swaps}:
