@@ -7,10 +7,13 @@ On the CPU, or with a GPU for each process where there are some; --ops is what O
 import argparse
 import os
 import tempfile
+from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
 from opslot_models import build_foundation_model
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from transformers import Qwen3MoeConfig
 from transformers.distributed import DistributedConfig
 
@@ -26,6 +29,19 @@ CONFIG = Qwen3MoeConfig(
     num_experts=8,
     num_experts_per_tok=2,
 )
+
+
+def clip(parameters: Iterable[torch.nn.Parameter], largest: float) -> torch.Tensor:
+    """torch.nn.utils.clip_grad_norm_ for gradients on several meshes, as those of the experts and of all else are."""
+    meshes: dict[object, list[torch.nn.Parameter]] = {}
+    for parameter in parameters:
+        if parameter.grad is not None:
+            meshes.setdefault(getattr(parameter.grad, "device_mesh", None), []).append(parameter)
+    norms = [get_total_norm([p.grad for p in group if p.grad is not None]) for group in meshes.values()]
+    norm = get_total_norm([norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms])
+    for group in meshes.values():
+        clip_grads_with_norm_(group, largest, norm)
+    return norm
 
 
 def main() -> None:
@@ -64,6 +80,7 @@ def main() -> None:
         optimizer.zero_grad()
         loss = model(input_ids=tokens, labels=tokens).loss
         loss.backward()
+        clip(model.parameters(), 1.0)
         optimizer.step()
         mean = loss.detach().clone()
         dist.all_reduce(mean)

@@ -8,6 +8,7 @@ the tests on the CPU and on two GPUs are the same.
 
 import contextlib
 import copy
+import importlib.util
 import os
 import queue
 import re
@@ -174,28 +175,37 @@ def same_as_one_process(folder, layout, machine):
                 yield (family, routing, "bound"), (kernels, model.opslot_binding.verify())
 
 
+def clip():
+    spec = importlib.util.spec_from_file_location("expert_parallel", EXAMPLE)
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    return example.clip
+
+
 def train(model, layout, machine):
+    limit = torch.nn.utils.clip_grad_norm_ if layout is None else clip()
     optimizer = torch.optim.SGD(model.parameters(), 0.5)
     tokens = whole_batch(machine.device) if layout is None else batch_of_rank(layout, machine.device)
-    losses = []
+    losses, norms = [], []
     for _ in range(3):
         optimizer.zero_grad()
         loss = model(tokens, labels=tokens).loss
         loss.backward()
+        norms.append(limit(model.parameters(), 0.5).cpu())
         optimizer.step()
         losses.append(mean_loss(loss, layout))
-    return torch.stack(losses)
+    return torch.stack(losses + norms)
 
 
 def trained_and_saved(folder, layout, machine):
-    """Under `auto`, whose kernels differ by machine: three steps, and the checkpoint in one process again."""
+    """Under `auto`, whose kernels differ by machine: three clipped steps, and the checkpoint in one process again."""
     chosen = {"default": "auto", "moe_experts": {"standard": machine.kernel}}
     model = build(saved(folder, "qwen3_moe"), layout, chosen, machine)
     model.opslot_binding.assert_same_on_all_ranks(timeout=30)
-    yield "losses", train(model, layout, machine)
+    yield "steps", train(model, layout, machine)
     model.save_pretrained(f"{folder}/trained_{layout}")
     one = one_process("qwen3_moe", device=machine.device)
-    yield "expected losses", train(one, None, machine)
+    yield "expected steps", train(one, None, machine)
     dist.barrier()
     loaded = build_foundation_model(f"{folder}/trained_{layout}", "eager", device="cpu")
     yield "loaded", {name: parameter.detach() for name, parameter in loaded.named_parameters()}
@@ -377,8 +387,10 @@ def test_the_kernel_ran_on_every_rank(said, layout, rank, family):
 @layout
 def test_it_trains_as_one_process_and_one_process_loads_its_checkpoint(said, layout):
     trained = of_layout(said, "trained", layout)
-    assert trained["losses"][-1] < trained["losses"][0]
-    torch.testing.assert_close(trained["losses"], trained["expected losses"], rtol=1e-5, atol=0)
+    losses, norms = trained["steps"].chunk(2)
+    assert losses[-1] < losses[0]
+    assert norms.min() > 0.5  # all were clipped
+    torch.testing.assert_close(trained["steps"], trained["expected steps"], rtol=1e-5, atol=0)
     torch.testing.assert_close(trained["loaded"], trained["expected"], rtol=1e-4, atol=1e-6)
 
 
