@@ -26,7 +26,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from opslot import OpslotError
-from opslot_models import adopt, build_foundation_model
+from opslot_models import adopt, build_foundation_model, unadopt
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, DeepseekV3Config, GptOssConfig, MixtralConfig, Qwen3MoeConfig
 from transformers.distributed import DistributedConfig
@@ -153,6 +153,10 @@ def build(path, layout, chosen, machine, **kwargs):
     return build_foundation_model(path, chosen, device=machine.device, **kwargs).train()
 
 
+def bound(binding):
+    return {row.kernel for row in binding.rows if row.op == "moe_experts"}, binding.verify()
+
+
 def same_as_one_process(folder, layout, machine):
     """What each rank gets, and what it should, for stock transformers and for opslot's kernel in it."""
     for family in CONFIGS:
@@ -171,8 +175,7 @@ def same_as_one_process(folder, layout, machine):
                     found = results_of(model, layout, machine.device)
                 yield (family, routing, "kernel"), found
                 yield (family, routing, "misses"), [str(miss) for miss in proof.misses()]
-                kernels = {row.kernel for row in model.opslot_binding.rows if row.op == "moe_experts"}
-                yield (family, routing, "bound"), (kernels, model.opslot_binding.verify())
+                yield (family, routing, "bound"), bound(model.opslot_binding)
 
 
 def clip():
@@ -212,6 +215,29 @@ def trained_and_saved(folder, layout, machine):
     yield "expected", {name: parameter.detach().cpu() for name, parameter in one.named_parameters()}
 
 
+def adopted(folder, layout, machine):
+    """A stock model that has been sharded, and the way back."""
+    path = saved(folder, "qwen3_moe", ROUTINGS[1])
+    plan = {"distributed_config": copy.deepcopy(layouts()[layout]), "attn_implementation": "eager"}
+    yield "expected", expected_of(one_process("qwen3_moe", ROUTINGS[1], machine.device), layout, machine.device)
+    model = AutoModelForCausalLM.from_pretrained(path, **plan).train()
+    before = [type(module) for module in model.modules()]
+    try:
+        binding = adopt(model, ops(machine), device=machine.device).binding
+    except OpslotError as error:
+        yield "refused", str(error)
+        yield "unchanged", before == [type(module) for module in model.modules()]
+        return
+    with binding.proof() as proof:
+        yield "adopted", results_of(model, layout, machine.device)
+    yield "misses", [str(miss) for miss in proof.misses()]
+    yield "bound", bound(binding)
+    model.zero_grad()
+    unadopt(model)
+    yield "unchanged", before == [type(module) for module in model.modules()]
+    yield "unadopted", results_of(model, layout, machine.device)
+
+
 def refused(do):
     try:
         do()
@@ -225,12 +251,7 @@ def refusals(folder, layout, machine):
     differing = {"default": "eager", "moe_experts": machine.kernel if dist.get_rank() else "eager"}
     model = build(path, layout, differing, machine)
     yield "another choice", refused(lambda: model.opslot_binding.assert_same_on_all_ranks(timeout=30))
-    plan = copy.deepcopy(layouts()[layout])
-    stock = AutoModelForCausalLM.from_pretrained(path, distributed_config=plan)
-    before = [type(module) for module in stock.modules()]
-    yield "adopt", refused(lambda: adopt(stock, ops(machine), device=machine.device))
-    yield "unchanged", before == [type(module) for module in stock.modules()]
-    new = copy.deepcopy(CONFIGS["qwen3_moe"])
+    new, plan = copy.deepcopy(CONFIGS["qwen3_moe"]), layouts()[layout]
     yield "new weights", refused(lambda: build_foundation_model(new, "eager", distributed_config=plan))
     loop = {"experts_implementation": "eager"}
     yield "loop", refused(lambda: build(path, layout, "eager", machine, **loop))
@@ -255,6 +276,7 @@ def connected(folder, layout, machine):
 SCENARIOS = {
     "same": same_as_one_process,
     "trained": trained_and_saved,
+    "adopted": adopted,
     "refusals": refusals,
     "connected": connected,
 }
@@ -341,6 +363,7 @@ def assert_same(actual, expected):
 
 layout = pytest.mark.parametrize("layout", ["data", "tensor"])
 rank = pytest.mark.parametrize("rank", range(WORLD))
+newer = pytest.mark.skipif("data" not in layouts(), reason="this transformers has no ep_size")
 
 
 def of_layout(said, name, layout, rank=0):
@@ -395,20 +418,39 @@ def test_it_trains_as_one_process_and_one_process_loads_its_checkpoint(said, lay
 
 
 @pytest.mark.slow
+@newer
+@rank
+def test_a_stock_model_is_adopted_after_sharding_and_unadopted(said, rank):
+    adopted = of_layout(said, "adopted", "data", rank)
+    assert_same(adopted["adopted"], adopted["expected"])
+    assert adopted["bound"] == ({ON_CPU.kernel}, ())
+    assert adopted["misses"] == []
+    assert adopted["unchanged"]
+    assert_same(adopted["unadopted"], adopted["expected"])
+
+
+@pytest.mark.slow
+def test_a_stock_model_under_tensor_parallelism_is_not_adopted(said):
+    """Its norms are wrapped too, and keep upstream's forward."""
+    adopted = of_layout(said, "adopted", "tensor")
+    assert "has a forward of its own" in adopted["refused"]
+    assert "build_foundation_model(path, ops, distributed_config=...)" in adopted["refused"]
+    assert adopted["unchanged"]
+
+
+@pytest.mark.slow
 @layout
 @rank
 def test_what_is_refused(said, layout, rank):
     told = of_layout(said, "refusals", layout, rank)
     assert "moe_experts" in told["another choice"]
-    assert "has a forward of its own" in told["adopt"]
-    assert "build_foundation_model(path, ops, distributed_config=...)" in told["adopt"]
-    assert told["unchanged"]
     assert "save_pretrained" in told["new weights"]
     assert ("takes no part in the collectives" in told["loop"]) is (layout == "tensor")
     assert told["loop beside a kernel"] == ""
 
 
 @pytest.mark.slow
+@newer
 @layout
 def test_why_upstreams_loop_is_refused(said, layout):
     """When this fails for the loop, transformers has repaired it, and nothing need be refused any more."""
@@ -440,6 +482,7 @@ def test_two_gpus_give_loss_and_gradients_of_one(tmp_path):
 
 
 @pytest.mark.slow
+@newer
 def test_the_documented_command_trains(tmp_path):
     """Word for word, with an output beside it."""
     (command,) = set(re.findall(r"torchrun [^`\n]*examples/expert_parallel\.py[^`\n]*", USING.read_text("utf-8")))

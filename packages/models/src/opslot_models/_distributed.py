@@ -1,5 +1,6 @@
 """Expert parallelism: transformers puts a forward of its own around that of the experts, which still runs inside."""
 
+import inspect
 from typing import Any
 
 from opslot import BindError, OpSlot, OpslotError
@@ -23,8 +24,25 @@ def name_wrapped_forwards(model: PreTrainedModel) -> None:
 
 
 def is_of_transformers(forward: Any) -> bool:
-    """Whether this is a forward that `distributed_config` has put on a module."""
+    """Whether this comes from where `distributed_config` takes what it puts on modules."""
     return str(getattr(forward, "__module__", "")).startswith("transformers.distributed.")
+
+
+def expert_dispatchers(module: Any) -> list[Any]:
+    """What brings these experts their tokens and calls the forward of their class, as its attribute `experts_forward`.
+
+    Empty where transformers put no such forward on the module (5.17 keeps the inner one elsewhere), where something
+    stands in between, or where the implementation is not transformers' own and may keep the forward in more places.
+    """
+    forward = vars(module).get("forward")
+    if not is_of_transformers(forward):
+        return []
+    outer = inspect.getclosurevars(forward).nonlocals.get("implementation")
+    if not is_of_transformers(type(outer)):
+        return []
+    held = [one for one in (outer, *vars(outer).values()) if hasattr(one, "experts_forward")]
+    inner = [getattr(one.experts_forward, "__func__", None) for one in held]
+    return held if all(function is type(module).forward for function in inner) else []
 
 
 def refuse_new_weights(name: str) -> None:
