@@ -9,6 +9,7 @@ the tests on the CPU and on two GPUs are the same.
 import contextlib
 import copy
 import importlib.util
+import itertools
 import os
 import queue
 import re
@@ -63,9 +64,12 @@ def layouts():
 
 @dataclass(frozen=True)
 class Machine:
+    """Where the ranks run, what they speak through, which kernel the experts get, and what chooses the others."""
+
     device: str
     group: str
     kernel: str
+    others: str
 
 
 def one_process(family, routing="routed", device="cpu"):
@@ -157,25 +161,27 @@ def bound(binding):
     return {row.kernel for row in binding.rows if row.op == "moe_experts"}, binding.verify()
 
 
-def same_as_one_process(folder, layout, machine):
-    """What each rank gets, and what it should, for stock transformers and for opslot's kernel in it."""
-    for family in CONFIGS:
-        for routing in ROUTINGS:
-            path = saved(folder, family, routing)
-            yield (
-                (family, routing, "expected"),
-                expected_of(one_process(family, routing, machine.device), layout, machine.device),
-            )
-            plan = {"distributed_config": copy.deepcopy(layouts()[layout]), "attn_implementation": "eager"}
-            stock = AutoModelForCausalLM.from_pretrained(path, experts_implementation="grouped_mm", **plan).train()
-            yield (family, routing, "stock"), results_of(stock, layout, machine.device)
-            if family in FAMILIES:
-                model = build(path, layout, ops(machine), machine)
-                with model.opslot_binding.proof() as proof:
-                    found = results_of(model, layout, machine.device)
-                yield (family, routing, "kernel"), found
-                yield (family, routing, "misses"), [str(miss) for miss in proof.misses()]
-                yield (family, routing, "bound"), bound(model.opslot_binding)
+def stock_as_one_process(folder, layout, machine):
+    """What each rank gets from transformers alone, and what it should."""
+    for family, routing in itertools.product(CONFIGS, ROUTINGS):
+        model = one_process(family, routing, machine.device)
+        yield (family, routing, "expected"), expected_of(model, layout, machine.device)
+        plan = {"distributed_config": copy.deepcopy(layouts()[layout]), "attn_implementation": "eager"}
+        path = saved(folder, family, routing)
+        stock = AutoModelForCausalLM.from_pretrained(path, experts_implementation="grouped_mm", **plan).train()
+        yield (family, routing, "found"), results_of(stock, layout, machine.device)
+
+
+def kernel_as_one_process(folder, layout, machine):
+    for family, routing in itertools.product(FAMILIES, ROUTINGS):
+        model = one_process(family, routing, machine.device)
+        yield (family, routing, "expected"), expected_of(model, layout, machine.device)
+        model = build(saved(folder, family, routing), layout, ops(machine), machine)
+        with model.opslot_binding.proof() as proof:
+            found = results_of(model, layout, machine.device)
+        yield (family, routing, "found"), found
+        yield (family, routing, "misses"), [str(miss) for miss in proof.misses()]
+        yield (family, routing, "bound"), bound(model.opslot_binding)
 
 
 def clip():
@@ -201,9 +207,8 @@ def train(model, layout, machine):
 
 
 def trained_and_saved(folder, layout, machine):
-    """Under `auto`, whose kernels differ by machine: three clipped steps, and the checkpoint in one process again."""
-    chosen = {"default": "auto", "moe_experts": {"standard": machine.kernel}}
-    model = build(saved(folder, "qwen3_moe"), layout, chosen, machine)
+    """Three clipped steps, and the checkpoint in one process again."""
+    model = build(saved(folder, "qwen3_moe"), layout, {**ops(machine), "default": machine.others}, machine)
     model.opslot_binding.assert_same_on_all_ranks(timeout=30)
     yield "steps", train(model, layout, machine)
     model.save_pretrained(f"{folder}/trained_{layout}")
@@ -274,7 +279,8 @@ def connected(folder, layout, machine):
 
 
 SCENARIOS = {
-    "same": same_as_one_process,
+    "stock": stock_as_one_process,
+    "kernel": kernel_as_one_process,
     "trained": trained_and_saved,
     "adopted": adopted,
     "refusals": refusals,
@@ -335,8 +341,8 @@ def run(folder, machine, wanted):
     return [torch.load(folder / str(rank), weights_only=False) for rank in range(WORLD)]
 
 
-ON_CPU = Machine("cpu", "gloo", kernel="torch")
-ON_GPU = Machine("cuda", "nccl", kernel="triton")
+ON_CPU = Machine("cpu", "gloo", kernel="torch", others="auto")
+ON_GPU = Machine("cuda", "nccl", kernel="triton", others="eager")
 
 
 @pytest.fixture(scope="module")
@@ -376,10 +382,10 @@ def of_layout(said, name, layout, rank=0):
 @layout
 @rank
 @pytest.mark.parametrize("routing", ROUTINGS)
-@pytest.mark.parametrize(("family", "who"), [(f, "stock") for f in CONFIGS] + [(f, "kernel") for f in FAMILIES])
+@pytest.mark.parametrize(("who", "family"), [("stock", f) for f in CONFIGS] + [("kernel", f) for f in FAMILIES])
 def test_two_processes_give_loss_and_gradients_of_one(said, layout, rank, family, routing, who):
-    results = of_layout(said, "same", layout, rank)
-    assert_same(results[family, routing, who], results[family, routing, "expected"])
+    results = of_layout(said, who, layout, rank)
+    assert_same(results[family, routing, "found"], results[family, routing, "expected"])
 
 
 @pytest.mark.slow
@@ -388,7 +394,7 @@ def test_two_processes_give_loss_and_gradients_of_one(said, layout, rank, family
 def test_the_case_without_tokens_is_one(said, layout, family):
     """Else the test above would say nothing of it."""
     for routing, empty in zip(ROUTINGS, (False, True), strict=True):
-        results = of_layout(said, "same", layout, 1)[family, routing, "kernel"]
+        results = of_layout(said, "kernel", layout, 1)[family, routing, "found"]
         grads = [value for name, value in results.items() if is_of_experts(name)]
         assert len(grads) == 4
         assert all(grad.count_nonzero() == 0 for grad in grads) is empty
@@ -401,7 +407,7 @@ def test_the_case_without_tokens_is_one(said, layout, family):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_kernel_ran_on_every_rank(said, layout, rank, family):
     for routing in ROUTINGS:
-        results = of_layout(said, "same", layout, rank)
+        results = of_layout(said, "kernel", layout, rank)
         assert results[family, routing, "bound"] == ({ON_CPU.kernel}, ())
         assert results[family, routing, "misses"] == []
 
@@ -468,15 +474,14 @@ def test_two_gpus_give_loss_and_gradients_of_one(tmp_path):
         known.choose("moe_experts", "standard", ON_GPU.kernel, known.current_device())
     except OpslotError as error:
         pytest.skip(str(error))
-    wanted = [(name, layout) for layout in layouts() for name in ("same", "trained")]
+    wanted = [(name, layout) for layout in layouts() for name in ("kernel", "trained")]
     for results in run(tmp_path, ON_GPU, wanted):
         for layout in layouts():
-            same = results["same", layout]
-            for family in FAMILIES:
-                for routing in ROUTINGS:
-                    assert_same(same[family, routing, "kernel"], same[family, routing, "expected"])
-                    assert same[family, routing, "bound"] == ({ON_GPU.kernel}, ())
-                    assert same[family, routing, "misses"] == []
+            same = results["kernel", layout]
+            for family, routing in itertools.product(FAMILIES, ROUTINGS):
+                assert_same(same[family, routing, "found"], same[family, routing, "expected"])
+                assert same[family, routing, "bound"] == ({ON_GPU.kernel}, ())
+                assert same[family, routing, "misses"] == []
             trained = results["trained", layout]
             torch.testing.assert_close(trained["loaded"], trained["expected"], rtol=1e-3, atol=1e-5)
 
