@@ -207,8 +207,9 @@ def train(model, layout, machine):
 
 
 def trained_and_saved(folder, layout, machine):
-    """Three clipped steps, and the checkpoint in one process again."""
+    """Three clipped steps under activation checkpointing, and the checkpoint in one process again."""
     model = build(saved(folder, "qwen3_moe"), layout, {**ops(machine), "default": machine.others}, machine)
+    model.gradient_checkpointing_enable()
     model.opslot_binding.assert_same_on_all_ranks(timeout=30)
     yield "steps", train(model, layout, machine)
     model.save_pretrained(f"{folder}/trained_{layout}")

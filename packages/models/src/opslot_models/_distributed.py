@@ -1,6 +1,7 @@
 """Expert parallelism: transformers puts a forward of its own around that of the experts, which still runs inside."""
 
 import inspect
+from types import MethodType
 from typing import Any
 
 from opslot import BindError, OpSlot, OpslotError
@@ -41,8 +42,9 @@ def expert_dispatchers(module: Any) -> list[Any]:
     if not is_of_transformers(type(outer)):
         return []
     held = [one for one in (outer, *vars(outer).values()) if hasattr(one, "experts_forward")]
-    inner = [getattr(one.experts_forward, "__func__", None) for one in held]
-    return held if all(function is type(module).forward for function in inner) else []
+    # A bound method: in a deep copy of the model it still belongs to the module that was copied.
+    own = MethodType(type(module).forward, module)
+    return held if all(one.experts_forward == own for one in held) else []
 
 
 def refuse_new_weights(name: str) -> None:
