@@ -13,7 +13,7 @@ import yaml
 from opslot import OpsConfig, bind, registry
 from opslot._catalog import distribution_of, op_of_field
 from opslot_models import build_foundation_model
-from transformers import Qwen3Config
+from transformers import Qwen3Config, Qwen3MoeConfig
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -76,7 +76,7 @@ def test_every_command_in_the_text_parses(command):
         assert {a for a in arguments if a.startswith("--")} <= set(parser._option_string_actions)
 
 
-def test_the_code_and_the_yaml_of_the_users_guide_run(monkeypatch):
+def test_the_code_and_the_yaml_of_the_users_guide_run(monkeypatch, tmp_path):
     text = (ROOT / "docs/using.md").read_text(encoding="utf-8")
     monkeypatch.chdir(ROOT)  # one block reads uv.lock
     (choices,) = blocks("yaml", text)
@@ -87,6 +87,8 @@ def test_the_code_and_the_yaml_of_the_users_guide_run(monkeypatch):
     said = yaml.safe_load(choices)
     del said["moe_implementation"]  # a dense model, and `strict`
     model = build_foundation_model(config, said, device="cpu")
+    experts = Qwen3MoeConfig(**config.to_diff_dict(), moe_intermediate_size=8, num_experts=2, num_experts_per_tok=1)
+    build_foundation_model(experts, "eager").save_pretrained(tmp_path)
     tokens = torch.ones(1, 4, dtype=torch.long)
     seen = []
     names = {
@@ -94,6 +96,9 @@ def test_the_code_and_the_yaml_of_the_users_guide_run(monkeypatch):
         "model": model,
         "binding": model.opslot_binding,
         "batch": {"input_ids": tokens, "labels": tokens},
+        "build_foundation_model": build_foundation_model,
+        "path": tmp_path,
+        "ranks": 1,
         "tracker": type("Tracker", (), {"log": seen.append}),
     }
     logger = logging.getLogger("opslot")

@@ -15,6 +15,7 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from ._attention import choosing_attention
 from ._checkpoint import require_every_expert, require_whole
+from ._distributed import SHARDING, name_wrapped_forwards, refuse_disconnected_experts, refuse_new_weights
 from ._families import generated_module
 
 # Where a checkpoint lies: the config must come from the same place as the weights.
@@ -42,7 +43,8 @@ def build_foundation_model(
     model that has such a config.
     `dtype`: of the weights; by default what transformers does. `device`: what kernels are judged for, as in
     `opslot.bind`; the model is built on the CPU or wherever `torch.device(...)` contexts and `kwargs` put it.
-    `kwargs` go to `from_pretrained`, or to `_from_config` when there is no checkpoint.
+    `kwargs` go to `from_pretrained`, or to `_from_config` when there is no checkpoint. With `distributed_config` each
+    rank loads its share of a checkpoint, and the kernels of its experts run inside what transformers puts around them.
 
     Raises `OpslotError` for a model type that is not generated, or a checkpoint that does not fill the model or is not
     used up by it, naming the tensors that are missing, unexpected or of another shape: weights that are missing would
@@ -61,6 +63,8 @@ def build_foundation_model(
     model: Any
     with choosing_attention(ops):
         if isinstance(config_or_path, PreTrainedConfig):
+            for name in SHARDING & kwargs.keys():
+                refuse_new_weights(name)
             cls = _model_class(config_or_path, architecture)
             _rehearse(cls, config_or_path, ops, device, kwargs)
             model = cls._from_config(config_or_path, **kwargs)
@@ -71,6 +75,7 @@ def build_foundation_model(
             _rehearse(cls, config, ops, device, kwargs)
             model = _load(cls, str(config_or_path), kwargs)
     model.opslot_binding = bind(model, ops, device=device)
+    refuse_disconnected_experts(model)
     built: PreTrainedModel = model
     return built
 
@@ -160,5 +165,6 @@ def _load(cls: type[PreTrainedModel], path: str, kwargs: dict[str, Any]) -> PreT
     # Shapes that do not fit come back in the report, and are refused by name with the rest.
     model, info = load(path, output_loading_info=True, **{**kwargs, "ignore_mismatched_sizes": True})
     require_whole(path, cls.__name__, info)
+    name_wrapped_forwards(model)
     loaded: PreTrainedModel = model
     return loaded

@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass
+from types import MethodType
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
+from ._distributed import expert_dispatchers, is_of_transformers
 from ._families import GENERATED, patches, twins, upstream_module
 from ._sets import known_families
 
@@ -181,7 +183,11 @@ class Swap:
         self._assign(self.old)
 
     def _assign(self, cls: type) -> None:
+        dispatchers = expert_dispatchers(self.module)
         self.module.__class__ = cls
+        for dispatcher in dispatchers:
+            dispatcher.experts_forward = MethodType(cls.forward, self.module)  # type: ignore[attr-defined]
+            vars(self.module)["forward"].__wrapped__ = cls.forward  # type: ignore[attr-defined]  # for bind to see
         if isinstance(self.module, PreTrainedModel):
             # transformers finds what to record (router logits) by the class's name, and fills this only in __init__. By
             # `update`, since item assignment takes the name in 5.17 and the model in 5.24.
@@ -207,6 +213,8 @@ def plan_swaps(model: torch.nn.Module) -> tuple[Swap, ...]:
         remedy = "Adopt before whatever wrapped it (accelerate, mixed precision, use_kernels, tensor parallelism)"
         if hasattr(swap.module, "_hf_hook"):
             remedy += ". What device_map does, build_foundation_model(path, ops, device_map=...) does with slots"
+        elif is_of_transformers(vars(swap.module).get("forward")):
+            remedy += ". build_foundation_model(path, ops, distributed_config=...) puts slots inside of it"
         _refuse_own_forward(swap, f"which calls upstream's code and would never reach a kernel. {remedy}")
     _refuse_wrappers(modules, swaps)
     for theirs, ours in {(own_class(swap.old).__module__, own_class(swap.new).__module__) for swap in swaps}:
@@ -276,7 +284,7 @@ def _place(swap: Swap) -> str:
 
 def _refuse_own_forward(swap: Swap, why: str) -> None:
     forward = vars(swap.module).get("forward")
-    if forward is not None:
+    if forward is not None and not expert_dispatchers(swap.module):
         # Not its repr: that of a bound method prints the whole model.
         function = getattr(forward, "func", forward)
         named = getattr(function, "__qualname__", type(function).__name__)
