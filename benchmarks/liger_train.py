@@ -1,4 +1,4 @@
-r"""A Qwen3-MoE trained on English text with Liger's kernels, bound by opslot or patched in by Liger, beside eager.
+r"""A Qwen3-MoE trained on English text with the kernels of a backend, or patched by Liger, beside eager.
 
     python benchmarks/liger_train.py --json liger_train.json
 
@@ -48,14 +48,17 @@ CANDIDATES = {
     "patched": "transformers patched by Liger",
     "patched-experts": "patched by Liger, experts too",
     "auto": "auto",
+    "triton": "triton",
     "nudged": "eager, one weight a rounding away",
 }
 DEFAULT = ["eager", "eager-again", "liger", "patched", "auto"]
 # The same run, repeated.
 EAGER = ("eager", "eager-again", "eager-third", "eager-fourth")
+# Bound by opslot after the model is built.
+BOUND = ("liger", "triton", "auto")
 PACKAGES = (
     *("torch", "triton", "transformers", "liger-kernel", "opslot", "opslot-models"),
-    *("opslot-backend-torch", "opslot-backend-liger"),
+    *("opslot-backend-torch", "opslot-backend-liger", "opslot-backend-triton-moe"),
 )
 SETTLED, LAST, LEAST_LIMIT = 20, 50, 1e-3
 
@@ -83,26 +86,26 @@ def build(name: str, config: Any, dtype: Any) -> tuple[Any, Any, list[str]]:
         return model, None, liger_names(model)
     model = build_foundation_model(config, "eager", dtype=dtype)
     binding: Any = model.opslot_binding
-    if name in ("liger", "auto"):
-        binding = bind(model, "auto" if name == "auto" else served_by_liger(binding))
+    if name in BOUND:
+        binding = bind(model, "auto" if name == "auto" else served_by(name, binding))
     return model, binding, str(binding).splitlines()
 
 
-def served_by_liger(binding: Any) -> dict[str, str]:
-    """Liger for every slot that it has a kernel for, and eager for the others."""
+def served_by(kernel: str, binding: Any) -> dict[str, str]:
+    """The kernel of this name for every slot that it is for, and eager for the others."""
     from opslot import OpslotError, Priority, registry
 
     keys = {(row.op, row.variant) for row in binding.rows}
-    # Not the experts, which are chosen only by name: Liger tunes them for minutes before the first step.
+    # Not what is chosen only by name: Liger tunes its experts for minutes before the first step.
     served = {
         key
         for key in keys
         for offer in registry().offers(*key)
-        if offer.spec.name == "liger" and offer.spec.priority > Priority.BY_NAME
+        if offer.spec.name == kernel and offer.spec.priority > Priority.BY_NAME
     }
     if not served:
-        raise OpslotError("no kernel named liger for any slot of this model: pip install opslot-backend-liger")
-    return {"default": "eager", **{"/".join(key): "liger" for key in sorted(served)}}
+        raise OpslotError(f"no kernel named {kernel} for any slot of this model: install its backend")
+    return {"default": "eager", **{"/".join(key): kernel for key in sorted(served)}}
 
 
 def patched(config: Any, dtype: Any, *, experts: bool) -> Any:
@@ -204,7 +207,7 @@ def train(name: str, options: argparse.Namespace) -> dict[str, Any]:
         "weights_sha256": weights,
         "text_sha256": text,
     }
-    if name in ("liger", "auto"):
+    if name in BOUND:
         missed = attempt(lambda: misses(model, binding, tokens[0]))
         if isinstance(missed, Failure):
             print(missed.traceback, file=sys.stderr)

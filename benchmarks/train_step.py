@@ -1,9 +1,9 @@
 """One training step of a Qwen3-MoE with real widths, stock and with kernels bound, interleaved in one process.
 
 Each candidate is the same model from the same seed: stock transformers with its `grouped_mm` experts, the generated
-model all-eager, and the generated model with what `--ops` binds. Reported: milliseconds of a whole step (forward,
-backward, AdamW), peak memory, and the loss curve. The floor is the time of the step's matrix products at the rate
-that a large bf16 product reaches in the same process.
+model all-eager, and the generated model with what each `--ops` binds: auto, or op=kernel,op=kernel. Reported:
+milliseconds of a whole step (forward, backward, AdamW), peak memory, and the loss curve. The floor is the time of the
+step's matrix products at the rate that a large bf16 product reaches in the same process.
 """
 
 import argparse
@@ -15,6 +15,8 @@ import sys
 import time
 from collections.abc import Callable
 from datetime import date
+from functools import partial
+from importlib.metadata import distributions, version
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,8 @@ import torch
 import transformers
 from opslot_models import build_foundation_model
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+PACKAGES = ("triton", "opslot", "opslot-backend-torch", "opslot-backend-liger", "opslot-backend-triton-moe")
 
 
 def model_config(layers: int) -> Qwen3MoeConfig:
@@ -103,25 +107,25 @@ def main() -> None:
     parser.add_argument("--sequences", type=int, default=2)
     parser.add_argument("--sequence-length", type=int, default=4096)
     parser.add_argument("--steps", type=int, default=13)
-    parser.add_argument("--ops", default="auto")
+    parser.add_argument("--ops", nargs="+", default=["auto"])
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
 
     config = model_config(options.layers)
     config.dtype = torch.bfloat16
     tokens = torch.randint(0, config.vocab_size, (options.sequences, options.sequence_length), device="cuda")
-    binding = ""
+    bindings: dict[str, list[str]] = {}
 
-    def bound() -> Any:
-        nonlocal binding
-        model = build_foundation_model(config, options.ops, dtype=torch.bfloat16)
-        binding = str(model.opslot_binding)
+    def bound(ops: str) -> Any:
+        chosen: Any = dict(pair.split("=") for pair in ops.split(",")) if "=" in ops else ops
+        model: Any = build_foundation_model(config, chosen, dtype=torch.bfloat16)
+        bindings[ops] = str(model.opslot_binding).splitlines()
         return model
 
     candidates = {
         "stock transformers, grouped_mm": lambda: Qwen3MoeForCausalLM._from_config(config, dtype=torch.bfloat16),
         "generated, all eager": lambda: build_foundation_model(config, "eager", dtype=torch.bfloat16),
-        f"generated, ops={options.ops}": bound,
+        **{f"generated, ops={ops}": partial(bound, ops) for ops in options.ops},
     }
     rate = dense_rate("cuda")
     floor = product_tflops(config, tokens.numel(), options.sequence_length) / rate * 1e3
@@ -132,8 +136,11 @@ def main() -> None:
             f"{result['name']:36} {result['step_ms']:8.1f} ms {result['peak_gib']:7.1f} GiB  "
             f"loss {result['loss'][-1]:.4f}"
         )
-    print(f"floor: {floor:.1f} ms ({rate:.0f} TFLOP/s dense)\n{binding}")
+    print(f"floor: {floor:.1f} ms ({rate:.0f} TFLOP/s dense)")
+    for lines in bindings.values():
+        print("\n".join(lines))
     if options.json:
+        installed = {distribution.name for distribution in distributions()}
         data = {
             "command": f"python benchmarks/train_step.py {' '.join(sys.argv[1:])}",
             "date": date.today().isoformat(),
@@ -142,11 +149,12 @@ def main() -> None:
                 "python": platform.python_version(),
                 "torch": torch.__version__,
                 "transformers": transformers.__version__,
+                **{name: version(name) for name in PACKAGES if name in installed},
             },
             "shape": {"layers": options.layers, "batch": options.sequences, "sequence": options.sequence_length},
             "dense_tflops": rate,
             "floor_ms": floor,
-            "binding": binding.splitlines(),
+            "bindings": bindings,
             "results": rounds,
         }
         options.json.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")

@@ -14,17 +14,19 @@ def _kernel(
     target: str,
     summary: str,
     *,
+    nested: str | None = None,
     priority: Priority = Priority.BY_NAME,
     measured: str = "",
     batch_invariant: bool = False,
 ) -> KernelSpec:
-    """`target` is "module:function" here."""
+    """`target` and `nested` are "module:function" here."""
     op, _, variant = contract.partition("/")
     return KernelSpec(
         op=op,
         variant=variant,
         name="triton",
         target=f"opslot_backends.triton_moe.{target}",
+        nested=nested and f"opslot_backends.triton_moe.{nested}",
         requires=_REQUIRES,
         dtypes=("float32", "bfloat16", "float16"),
         compile=True,
@@ -37,9 +39,25 @@ def _kernel(
     )
 
 
-_EXPERTS = "sorted on the device, gather and activation within the first product; keeps gate and up for backward"
+def _experts(variant: str, function: str, summary: str) -> KernelSpec:
+    return _kernel(
+        f"moe_experts/{variant}",
+        f"moe_experts:{function}",
+        summary,
+        nested="_tiling:implementation",
+        priority=Priority.TUNED,
+        measured=_MEASURED,
+    )
+
+
+_MEASURED = "docs/results/2026-11-30-h200-triton-moe-bench.json"
+_SORTED = "sorted on the device, gather and activation within the first product; keeps gate and up for backward"
 
 BACKEND = Backend(
     api=1,
-    kernels=(_kernel("moe_experts/standard", "moe_experts:moe_experts", _EXPERTS),),
+    kernels=(
+        _experts("standard", "moe_experts", _SORTED),
+        _experts("clamped", "moe_experts_clamped", f"{_SORTED}; clamps there too"),
+        _experts("gpt_oss", "moe_experts_gpt_oss", f"{_SORTED}; reads weights as gpt-oss stores them"),
+    ),
 )
