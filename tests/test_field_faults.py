@@ -12,6 +12,7 @@ FOLDERS = {
     "core": "core",
     "liger": "backend-liger",
     "torch": "backend-torch",
+    "triton": "backend-triton-moe",
     "models": "models",
     "patchgen": "patchgen",
 }

@@ -69,6 +69,7 @@ def test_each_wheel_is_complete(wheels):
         "opslot_backend_acme",
         "opslot_backend_liger",
         "opslot_backend_torch",
+        "opslot_backend_triton_moe",
         "opslot_models",
         "opslot_patchgen",
     }
@@ -78,7 +79,7 @@ def test_each_wheel_is_complete(wheels):
         if distribution != "opslot_backend_acme":
             assert any(name.endswith("licenses/NOTICE") for name in files), distribution
             assert any(name.endswith("/py.typed") for name in files), distribution
-    for distribution in ("opslot_backend_liger", "opslot_backend_torch"):
+    for distribution in ("opslot_backend_liger", "opslot_backend_torch", "opslot_backend_triton_moe"):
         assert "opslot_backends/__init__.py" not in names[distribution]
     generated = [name for name in names["opslot_models"] if "modeling_qwen3_moe" in name]
     assert {Path(name).suffix for name in generated} == {".py", ".patch"}

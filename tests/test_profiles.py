@@ -42,9 +42,9 @@ def test_the_default_install_is_light():
     assert set(MEMBERS.values()) <= names
     assert {"torch", "transformers"} <= names
     assert not names & VENDOR
-    # A developer's has Liger too, pure Python whose kernels run in Triton's interpreter.
+    # A developer's has Liger and our own kernels in Triton too, pure Python that runs in Triton's interpreter.
     names = resolved()
-    assert {"pytest", "backend-liger"} <= names
+    assert {"pytest", "backend-liger", "backend-triton-moe"} <= names
     assert names & VENDOR == {"liger-kernel"}
 
 
@@ -74,6 +74,17 @@ def test_liger_alone_brings_no_other_vendor():
     names = resolved("--package", "opslot-backend-liger")
     assert names & VENDOR == {"liger-kernel"}
     assert not {"transformers", "accelerate", "matplotlib"} & names
+
+
+def test_the_triton_backend_alone_brings_no_vendor_and_no_triton_of_its_own():
+    """Triton comes with torch, on ROCm as another distribution with the same module."""
+    names = resolved("--package", "opslot-backend-triton-moe")
+    assert not names & VENDOR
+    assert not {"transformers", "accelerate", "matplotlib"} & names
+    project = tomllib.loads((ROOT / "packages/backend-triton-moe/pyproject.toml").read_text(encoding="utf-8"))[
+        "project"
+    ]
+    assert not any(requirement.startswith("triton") for requirement in project["dependencies"])
 
 
 def test_the_lock_names_one_index_which_is_uvs_default():

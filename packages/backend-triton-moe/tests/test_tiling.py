@@ -193,6 +193,12 @@ def test_what_was_measured_is_kept_beside_what_was_there(device):
     assert [file.name for file in path.parent.iterdir()] == [path.name]
 
 
+def test_a_cache_that_depends_on_the_working_directory_is_refused(device, monkeypatch):
+    monkeypatch.setenv("OPSLOT_CACHE", "somewhere")
+    with pytest.raises(ValueError, match="OPSLOT_CACHE='somewhere': write an absolute path"):
+        _tiling.cache_path(HERE[0])
+
+
 def test_two_processes_with_the_same_tables_say_the_same(device, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: HERE[0])

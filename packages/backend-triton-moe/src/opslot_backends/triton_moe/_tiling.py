@@ -231,11 +231,12 @@ def describe(device: torch.device) -> tuple[str, int]:
 
 def cache_path(device: str) -> Path:
     """Where `tune` keeps what it measured: one file for a device, a minor version of Triton and a source."""
-    base = (
-        os.environ.get("OPSLOT_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "opslot"
-    )
+    told, home = os.environ.get("OPSLOT_CACHE"), os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    base = Path(told) if told else Path(home).expanduser() / "opslot"
+    if not base.is_absolute():
+        raise ValueError(f"OPSLOT_CACHE={told!r}: write an absolute path")
     name = "".join(letter if letter.isalnum() else "-" for letter in device.lower())
-    return Path(base) / "triton-moe" / f"{name}-triton-{minor_version()}-{source()}.json"
+    return base / "triton-moe" / f"{name}-triton-{minor_version()}-{source()}.json"
 
 
 def minor_version() -> str:
