@@ -264,7 +264,9 @@ class _Memory:
     def check(self, verb: str, pointers: Any, mask: Any) -> None:
         import numpy as np
 
-        addresses = pointers.data if mask is None else pointers.data[np.broadcast_to(mask.data, pointers.data.shape)]
+        addresses = pointers.data
+        if mask is not None:  # of whole numbers, where a scalar condition was spread over a block
+            addresses = addresses[np.broadcast_to(mask.data.astype(bool), addresses.shape)]
         addresses = addresses.ravel().astype(np.uint64)
         size = max(1, pointers.get_element_ty().primitive_bitwidth // 8)
         inside = np.zeros(addresses.shape, dtype=bool)
