@@ -37,9 +37,17 @@ def _kernel(
     )
 
 
+_BALANCE = "all layers in one launch each way, forward without a copy of them; keeps the logits, not their softmax"
 _EXPERTS = "sorted on the device, gather and activation within the first product; keeps gate and up for backward"
+_NORM = "one pass each way, a row as if it were alone; the gradient of the weight without atomic additions"
+_ROTATION = "queries and keys in one launch from where they lie, in float32 and rounded once"
 
 BACKEND = Backend(
     api=1,
-    kernels=(_kernel("moe_experts/standard", "moe_experts:moe_experts", _EXPERTS),),
+    kernels=(
+        _kernel("load_balancing_loss/standard", "load_balancing_loss:load_balancing_loss", _BALANCE),
+        _kernel("moe_experts/standard", "moe_experts:moe_experts", _EXPERTS),
+        _kernel("rms_norm/standard", "rms_norm:rms_norm", _NORM, batch_invariant=True),
+        _kernel("rotary_pos_emb/interleaved", "rotary_pos_emb:rotary_pos_emb_interleaved", _ROTATION),
+    ),
 )

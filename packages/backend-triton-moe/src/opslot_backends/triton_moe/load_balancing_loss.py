@@ -5,6 +5,7 @@ from the logits.
 """
 
 from collections.abc import Sequence
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -34,28 +35,30 @@ def load_balancing_loss(
     """Keeps the logits, not their softmax. Of equal logits a token chooses the first."""
     if not isinstance(gate_logits, tuple) or not gate_logits:
         return 0
-    if not 1 <= top_k <= num_experts or any(x.dim() != 2 or x.shape[1] != num_experts for x in gate_logits):
+    shape, dtype, device = gate_logits[0].shape, gate_logits[0].dtype, gate_logits[0].device
+    # One look at each: with a layer in five microseconds, Python would take as long as the device.
+    alike = all([x.shape == shape and x.dtype == dtype and x.device == device for x in gate_logits])
+    different = gate_logits[:1] if alike else gate_logits
+    if not 1 <= top_k <= num_experts or any([x.dim() != 2 or x.shape[1] != num_experts for x in different]):
         raise ValueError(
             "load_balancing_loss/standard: triton needs layers of [T, num_experts] and 1 <= top_k <= num_experts, got "
-            f"{[list(x.shape) for x in gate_logits]} with num_experts={num_experts} and top_k={top_k}"
+            f"{[list(x.shape) for x in different]} with num_experts={num_experts} and top_k={top_k}"
         )
     if num_experts > _LARGEST:
         raise KernelUnavailable(
             f"load_balancing_loss/standard: triton takes up to {_LARGEST} experts, got {num_experts}: choose eager"
         )
-    device = gate_logits[0].device
     weights = None
     if attention_mask is not None:
         tokens = attention_mask.numel()
-        if attention_mask.dim() > 2 or any(x.shape[0] != tokens for x in gate_logits):
+        if attention_mask.dim() > 2 or any([x.shape[0] != tokens for x in different]):
             raise ValueError(
                 "load_balancing_loss/standard: triton needs attention_mask as [B, S] or [B * S], one weight a token of "
-                f"every layer, got {list(attention_mask.shape)} for layers of {[x.shape[0] for x in gate_logits]} "
-                "tokens"
+                f"every layer, got {list(attention_mask.shape)} for layers of {[x.shape[0] for x in different]} tokens"
             )
         weights = attention_mask.detach().to(device).reshape(-1).contiguous()
-    layers = [x if x.device == device else x.to(device) for x in gate_logits]
-    loss: Tensor = _Balance.apply(top_k, weights, *layers)  # type: ignore[no-untyped-call]
+    layers = gate_logits if alike else tuple([x.to(device) for x in gate_logits])
+    loss: Tensor = _Balance.apply(top_k, weights, _groups(layers, alike), *layers)  # type: ignore[no-untyped-call]
     return loss
 
 
@@ -64,28 +67,33 @@ class _Balance(torch.autograd.Function):
     def forward(ctx: Any, *arguments: Any) -> Tensor:
         # Not by name: torch 2.13's compiler, without gradients, counts parameters to tell whether there is a ctx, and
         # named ones before `*layers` are as many as the arguments when there is one layer.
-        top_k, weights, *layers = arguments
+        top_k, weights, groups, *layers = arguments
         compute = _forward if has_addresses(weights, *layers) else _forward_op
-        loss, slope = compute(layers, weights, top_k)
+        loss, slope = compute(layers, groups, weights, top_k)
         ctx.save_for_backward(slope, weights, *layers)
+        ctx.groups = groups
         return loss
 
     @staticmethod
     @first_order
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         slope, weights, *layers = ctx.saved_tensors
-        wanted = ctx.needs_input_grad[2:]
-        trained = [x for x, want in zip(layers, wanted, strict=True) if want]
-        compute = _backward if has_addresses(grad, weights, *trained) else _backward_op
-        gradients = iter([d for stacked in compute(grad, slope, trained, weights) for d in stacked.unbind()])
-        return None, None, *[next(gradients) if want else None for want in wanted]
+        wanted, groups = ctx.needs_input_grad[3:], ctx.groups
+        if not all(wanted):
+            layers = [x for x, want in zip(layers, wanted, strict=True) if want]
+            groups = _groups(layers, False)
+        # Where there is a slope in memory there were logits in memory.
+        compute = _backward if has_addresses(grad, slope) else _backward_op
+        stacks = compute(grad, slope, layers, groups, weights)
+        gradients = iter([gradient for stack in stacks for gradient in stack.unbind()])
+        return None, None, None, *[next(gradients) if want else None for want in wanted]
 
 
-def _forward(layers: list[Tensor], weights: Tensor | None, top_k: int) -> tuple[Tensor, Tensor]:
+def _forward(layers: list[Tensor], groups: list[int], weights: Tensor | None, top_k: int) -> tuple[Tensor, Tensor]:
     """The loss, and its slope by the sum of each expert's probabilities."""
     experts = layers[0].shape[1]
-    launches = [(group, *_shares(group)) for group in _groups(layers)]
-    programs = sum(len(group) * chunks for group, _, chunks in launches)
+    launches = [(group, *_shares(group)) for group in _split(layers, groups)]
+    programs = sum([len(group) * chunks for group, _, chunks in launches])
     partial = torch.empty((programs, 2, experts), dtype=torch.float32, device=layers[0].device)
     loss, slope = partial.new_empty(()), partial.new_empty(experts)
     first = 0
@@ -110,11 +118,13 @@ def _forward(layers: list[Tensor], weights: Tensor | None, top_k: int) -> tuple[
     return loss, slope
 
 
-def _backward(grad: Tensor, slope: Tensor, layers: list[Tensor], weights: Tensor | None) -> list[Tensor]:
+def _backward(
+    grad: Tensor, slope: Tensor, layers: list[Tensor], groups: list[int], weights: Tensor | None
+) -> list[Tensor]:
     """The gradients of each group of layers, [layers, T, E]."""
     stacks = []
     with device_of(grad):
-        for group in _groups(layers):
+        for group in _split(layers, groups):
             share, chunks = _shares(group)
             stacks.append(group[0].new_empty(len(group), *group[0].shape))
             _kernels.gradient[(chunks, len(group))](
@@ -138,29 +148,32 @@ _backward_op = torch.library.custom_op("opslot_triton_moe::load_balancing_loss_b
 
 
 @_forward_op.register_fake
-def _(layers: list[Tensor], weights: Tensor | None, top_k: int) -> tuple[Tensor, Tensor]:
+def _(layers: list[Tensor], groups: list[int], weights: Tensor | None, top_k: int) -> tuple[Tensor, Tensor]:
     loss = layers[0].new_empty((), dtype=torch.float32)
     return loss, loss.new_empty(layers[0].shape[1])
 
 
 @_backward_op.register_fake
-def _(grad: Tensor, slope: Tensor, layers: list[Tensor], weights: Tensor | None) -> list[Tensor]:
-    return [group[0].new_empty(len(group), *group[0].shape) for group in _groups(layers)]
+def _(grad: Tensor, slope: Tensor, layers: list[Tensor], groups: list[int], weights: Tensor | None) -> list[Tensor]:
+    return [group[0].new_empty(len(group), *group[0].shape) for group in _split(layers, groups)]
 
 
-def _groups(layers: Sequence[Tensor]) -> list[Sequence[Tensor]]:
-    """Neighbours that one launch can take, and that one tensor can hold the gradients of."""
-    groups, start = [], 0
-    for end in range(1, len(layers) + 1):
-        if (
-            end == len(layers)
-            or end - start == _LAYERS
-            or layers[end].dtype != layers[start].dtype
-            or layers[end].shape[0] != layers[start].shape[0]
-        ):
-            groups.append(layers[start:end])
-            start = end
+def _groups(layers: Sequence[Tensor], alike: bool) -> list[int]:
+    """How many neighbours each launch takes: of one number of tokens and one dtype, as `alike` says that all are."""
+    if alike:
+        return [min(_LAYERS, len(layers) - first) for first in range(0, len(layers), _LAYERS)]
+    groups = [1]
+    for before, x in pairwise(layers):
+        if groups[-1] < _LAYERS and x.shape[0] == before.shape[0] and x.dtype == before.dtype:
+            groups[-1] += 1
+        else:
+            groups.append(1)
     return groups
+
+
+def _split(layers: list[Tensor], groups: list[int]) -> list[list[Tensor]]:
+    ends = list(accumulate(groups))
+    return [layers[end - size : end] for end, size in zip(ends, groups, strict=True)]
 
 
 def _shares(group: Sequence[Tensor]) -> tuple[int, int]:

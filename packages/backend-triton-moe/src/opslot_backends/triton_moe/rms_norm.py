@@ -1,0 +1,182 @@
+"""rms_norm/standard: one pass each way over rows of up to 8,192 elements, two over longer ones.
+
+Saves x and one number a row. The gradient of the weight is summed in shares of the rows and then over the shares, in
+their order.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from opslot import KernelUnavailable
+from opslot.autograd import first_order, has_addresses
+from torch import Tensor
+
+from ._kernels import norm as _kernels
+from ._launch import device_of
+
+# Elements of a row that one block holds; those of a longer row are read twice, in blocks of this many.
+_WHOLE = 8192
+# Elements of a tile: several short rows, or a block of a long one.
+_TILE = 2048
+# Of each thread, what leaves registers for a few programs a multiprocessor.
+_ELEMENTS = 16
+# Warps of all programs that share the rows in backward: 24 for each multiprocessor of an H200.
+_WARPS = 24 * 132
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """RMSNorm in Llama's order of casts; a row's results do not depend on the rows beside it."""
+    if weight.shape != x.shape[-1:]:
+        raise ValueError(
+            f"rms_norm/standard: triton needs a weight of [H] for rows of H, got {list(weight.shape)} for x of "
+            f"{list(x.shape)}"
+        )
+    if weight.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise KernelUnavailable(
+            f"rms_norm/standard: triton computes in float32, got a weight of {weight.dtype}: choose eager"
+        )
+    out: Tensor = _RMSNorm.apply(x, weight, float(eps))  # type: ignore[no-untyped-call]
+    return out
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        compute = _forward if has_addresses(x, weight) else _forward_op
+        out, scale = compute(x, weight, eps)
+        ctx.save_for_backward(x, weight, scale)
+        return out
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, scale = ctx.saved_tensors
+        want_x, want_weight, _ = ctx.needs_input_grad
+        compute = _backward if has_addresses(grad, x, weight) else _backward_op
+        d_x, d_weight = compute(grad, x, weight, scale, want_x, want_weight)
+        return d_x if want_x else None, d_weight if want_weight else None, None
+
+
+class _Rows(NamedTuple):
+    """Where rows begin: row r at (r // count) * outer + (r % count) * inner of `tensor`, whose rows are contiguous."""
+
+    tensor: Tensor
+    count: int
+    outer: int
+    inner: int
+
+    @classmethod
+    def of(cls, x: Tensor) -> "_Rows":
+        strides: list[list[int]] = []  # [number, stride] of rows, innermost first
+        for size, stride in zip(reversed(x.shape[:-1]), reversed(x.stride()[:-1]), strict=True):
+            if size == 1:
+                continue
+            if strides and stride == strides[-1][0] * strides[-1][1]:
+                strides[-1][0] *= size
+            else:
+                strides.append([size, stride])
+        if len(strides) > 2 or x.stride(-1) != 1:
+            x = x.contiguous()
+            strides = [[max(1, x.numel() // x.shape[-1]), x.shape[-1]]]
+        (count, inner), (_, outer) = (*strides, [1, 0], [1, 0])[:2]
+        return cls(x, count, outer, inner)
+
+
+class _Blocks(NamedTuple):
+    """A tile's rows and columns, and its warps: by a row's length alone, which keeps results independent of neighbours."""
+
+    rows: int
+    columns: int
+    warps: int
+
+    @classmethod
+    def of(cls, size: int) -> "_Blocks":
+        columns = min(triton.next_power_of_2(size), _WHOLE)
+        rows = max(1, _TILE // columns)
+        return cls(rows, columns, max(4, rows * columns // (32 * _ELEMENTS)))
+
+
+def _forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """The output, and 1 / rms of each row."""
+    size = x.shape[-1]
+    count = x.numel() // size
+    out = torch.empty(x.shape, dtype=torch.promote_types(x.dtype, weight.dtype), device=x.device)
+    scale = torch.empty(count, dtype=torch.float32, device=x.device)
+    rows, blocks = _Rows.of(x), _Blocks.of(size)
+    with device_of(x):
+        _kernels.forward[(triton.cdiv(count, blocks.rows),)](
+            rows.tensor,
+            weight.contiguous(),
+            out,
+            scale,
+            count,
+            *rows[1:],
+            size,
+            eps,
+            blocks.rows,
+            blocks.columns,
+            size <= _WHOLE,
+            num_warps=blocks.warps,
+        )
+    return out, scale
+
+
+def _backward(
+    grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor, want_x: bool, want_weight: bool
+) -> tuple[Tensor, Tensor]:
+    """The gradients of x and weight, each empty where it is not wanted."""
+    size, count = x.shape[-1], scale.shape[0]
+    blocks = _Blocks.of(size)
+    programs = _WARPS // blocks.warps
+    share = triton.cdiv(triton.cdiv(count, programs), blocks.rows) * blocks.rows
+    programs = triton.cdiv(count, max(1, share))
+    d_x = torch.empty(x.shape if want_x else 0, dtype=x.dtype, device=x.device)
+    d_weight = torch.empty(size if want_weight else 0, dtype=weight.dtype, device=x.device)
+    partial = torch.empty((programs, size), dtype=torch.float32, device=x.device) if want_weight else None
+    given, rows, weight = _Rows.of(grad), _Rows.of(x), weight.contiguous()
+    layout = *given[1:], *rows[1:], size, blocks.rows, blocks.columns
+    with device_of(x):
+        if size <= _WHOLE:
+            _kernels.gradients[(programs,)](
+                given.tensor,
+                rows.tensor,
+                weight,
+                scale,
+                d_x if want_x else None,
+                partial,
+                count,
+                share,
+                *layout,
+                num_warps=blocks.warps,
+            )
+        else:
+            if want_x:
+                _kernels.gradient_of_long_rows[(triton.cdiv(count, blocks.rows),)](
+                    given.tensor, rows.tensor, weight, scale, d_x, count, *layout, num_warps=blocks.warps
+                )
+            if partial is not None:
+                _kernels.weight_gradient_of_long_rows[(programs, triton.cdiv(size, blocks.columns))](
+                    given.tensor, rows.tensor, scale, partial, count, share, *layout, num_warps=blocks.warps
+                )
+        if partial is not None:
+            _kernels.total[(triton.cdiv(size, 64),)](partial, d_weight, programs, size, 64, 64)
+    return d_x, d_weight
+
+
+_forward_op = torch.library.custom_op("opslot_triton_moe::rms_norm", _forward, mutates_args=())
+_backward_op = torch.library.custom_op("opslot_triton_moe::rms_norm_backward", _backward, mutates_args=())
+
+
+@_forward_op.register_fake
+def _(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    rows = 1
+    for size in x.shape[:-1]:
+        rows *= size
+    out = x.new_empty(x.shape, dtype=torch.promote_types(x.dtype, weight.dtype))
+    return out, x.new_empty(rows, dtype=torch.float32)
+
+
+@_backward_op.register_fake
+def _(grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor, want_x: bool, want_weight: bool) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape if want_x else 0), weight.new_empty(weight.shape if want_weight else 0)
