@@ -25,6 +25,8 @@ _PROGRAMS = 660
 _WARPS = 4
 # Of the columns of a row, what lies in one thread comes in parts of 16 bytes.
 _PARTS = 2
+# Tiles of backward that are read at a time.
+_STAGES = 2
 # What the tile of one token still has registers for.
 _LARGEST = 4096
 
@@ -37,9 +39,9 @@ def load_balancing_loss(
         return 0
     shape, dtype, device = gate_logits[0].shape, gate_logits[0].dtype, gate_logits[0].device
     # One look at each: with a layer in five microseconds, Python would take as long as the device.
-    alike = all([x.shape == shape and x.dtype == dtype and x.device == device for x in gate_logits])
+    alike = all(x.shape == shape and x.dtype == dtype and x.device == device for x in gate_logits)
     different = gate_logits[:1] if alike else gate_logits
-    if not 1 <= top_k <= num_experts or any([x.dim() != 2 or x.shape[1] != num_experts for x in different]):
+    if not 1 <= top_k <= num_experts or any(x.dim() != 2 or x.shape[1] != num_experts for x in different):
         raise ValueError(
             "load_balancing_loss/standard: triton needs layers of [T, num_experts] and 1 <= top_k <= num_experts, got "
             f"{[list(x.shape) for x in different]} with num_experts={num_experts} and top_k={top_k}"
@@ -51,7 +53,7 @@ def load_balancing_loss(
     weights = None
     if attention_mask is not None:
         tokens = attention_mask.numel()
-        if attention_mask.dim() > 2 or any([x.shape[0] != tokens for x in different]):
+        if attention_mask.dim() > 2 or any(x.shape[0] != tokens for x in different):
             raise ValueError(
                 "load_balancing_loss/standard: triton needs attention_mask as [B, S] or [B * S], one weight a token of "
                 f"every layer, got {list(attention_mask.shape)} for layers of {[x.shape[0] for x in different]} tokens"
@@ -138,6 +140,7 @@ def _backward(
                 len(group),
                 slope.shape[0],
                 *_tile(group[0]),
+                _STAGES,
                 num_warps=_WARPS,
             )
     return stacks

@@ -19,10 +19,12 @@ from ._launch import device_of
 _WHOLE = 8192
 # Elements of a tile: several short rows, or a block of a long one.
 _TILE = 2048
-# Of each thread, what leaves registers for a few programs a multiprocessor.
-_ELEMENTS = 16
-# Warps of all programs that share the rows in backward: 24 for each multiprocessor of an H200.
-_WARPS = 24 * 132
+# Of each thread, so that registers remain for several programs a multiprocessor; backward has more to keep of each.
+_FORWARD, _BACKWARD = 16, 8
+# Warps of all programs that share the rows in backward: the 32 of 64 registers for each multiprocessor of an H200.
+_WARPS = 32 * 132
+# Tiles of backward that are read at a time.
+_STAGES = 2
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -59,10 +61,10 @@ class _RMSNorm(torch.autograd.Function):
 
 
 class _Rows(NamedTuple):
-    """Where rows begin: row r at (r // count) * outer + (r % count) * inner of `tensor`, whose rows are contiguous."""
+    """Contiguous rows: row r of `tensor` begins at (r // period) * outer + (r % period) * inner."""
 
     tensor: Tensor
-    count: int
+    period: int
     outer: int
     inner: int
 
@@ -79,22 +81,22 @@ class _Rows(NamedTuple):
         if len(strides) > 2 or x.stride(-1) != 1:
             x = x.contiguous()
             strides = [[max(1, x.numel() // x.shape[-1]), x.shape[-1]]]
-        (count, inner), (_, outer) = (*strides, [1, 0], [1, 0])[:2]
-        return cls(x, count, outer, inner)
+        (period, inner), (_, outer) = (*strides, [1, 0], [1, 0])[:2]
+        return cls(x, period, outer, inner)
 
 
 class _Blocks(NamedTuple):
-    """A tile's rows and columns, and its warps: by a row's length alone, which keeps results independent of neighbours."""
+    """A tile's rows and columns, and its warps: they depend on a row's length, never on how many rows there are."""
 
     rows: int
     columns: int
     warps: int
 
     @classmethod
-    def of(cls, size: int) -> "_Blocks":
+    def of(cls, size: int, elements: int) -> "_Blocks":
         columns = min(triton.next_power_of_2(size), _WHOLE)
         rows = max(1, _TILE // columns)
-        return cls(rows, columns, max(4, rows * columns // (32 * _ELEMENTS)))
+        return cls(rows, columns, max(4, rows * columns // (32 * elements)))
 
 
 def _forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -103,7 +105,7 @@ def _forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     count = x.numel() // size
     out = torch.empty(x.shape, dtype=torch.promote_types(x.dtype, weight.dtype), device=x.device)
     scale = torch.empty(count, dtype=torch.float32, device=x.device)
-    rows, blocks = _Rows.of(x), _Blocks.of(size)
+    rows, blocks = _Rows.of(x), _Blocks.of(size, _FORWARD)
     with device_of(x):
         _kernels.forward[(triton.cdiv(count, blocks.rows),)](
             rows.tensor,
@@ -127,7 +129,7 @@ def _backward(
 ) -> tuple[Tensor, Tensor]:
     """The gradients of x and weight, each empty where it is not wanted."""
     size, count = x.shape[-1], scale.shape[0]
-    blocks = _Blocks.of(size)
+    blocks = _Blocks.of(size, _BACKWARD)
     programs = _WARPS // blocks.warps
     share = triton.cdiv(triton.cdiv(count, programs), blocks.rows) * blocks.rows
     programs = triton.cdiv(count, max(1, share))
@@ -148,6 +150,7 @@ def _backward(
                 count,
                 share,
                 *layout,
+                _STAGES,
                 num_warps=blocks.warps,
             )
         else:
@@ -157,7 +160,7 @@ def _backward(
                 )
             if partial is not None:
                 _kernels.weight_gradient_of_long_rows[(programs, triton.cdiv(size, blocks.columns))](
-                    given.tensor, rows.tensor, scale, partial, count, share, *layout, num_warps=blocks.warps
+                    given.tensor, rows.tensor, scale, partial, count, share, *layout, _STAGES, num_warps=blocks.warps
                 )
         if partial is not None:
             _kernels.total[(triton.cdiv(size, 64),)](partial, d_weight, programs, size, 64, 64)

@@ -11,7 +11,7 @@ from torch import Tensor
 from ._kernels import rotation as _kernels
 from ._launch import device_of
 
-# Heads for which a program reads the tables once, and elements of one of them in its tile: sixteen a thread.
+# Heads for which a program reads the tables once, and elements of its tile: 16 a thread.
 _HEADS = 4
 _TILE = 2048
 
@@ -52,8 +52,9 @@ class _Rotation(torch.autograd.Function):
         ctx.save_for_backward(cos, sin)
         ctx.unsqueeze_dim, ctx.dtypes = unsqueeze_dim, (q.dtype, k.dtype)
         # A table in a wider dtype widens the result, as the plain product does.
-        dtypes = [torch.promote_types(x.dtype, torch.promote_types(cos.dtype, sin.dtype)) for x in (q, k)]
-        pair = _rotate(q, k, cos, sin, unsqueeze_dim, dtypes, False)
+        tables = torch.promote_types(cos.dtype, sin.dtype)
+        q_dtype, k_dtype = torch.promote_types(q.dtype, tables), torch.promote_types(k.dtype, tables)
+        pair = _rotate(q, k, cos, sin, unsqueeze_dim, q_dtype, k_dtype, False)
         ctx.mark_non_differentiable(*(out for out, need in zip(pair, ctx.needs_input_grad, strict=False) if not need))
         return pair
 
@@ -61,16 +62,24 @@ class _Rotation(torch.autograd.Function):
     @first_order
     def backward(ctx: Any, d_q: Tensor, d_k: Tensor) -> tuple[Tensor | None, ...]:
         cos, sin = ctx.saved_tensors
-        pair = _rotate(d_q, d_k, cos, sin, ctx.unsqueeze_dim, list(ctx.dtypes), True)
+        q_dtype, k_dtype = ctx.dtypes
+        pair = _rotate(d_q, d_k, cos, sin, ctx.unsqueeze_dim, q_dtype, k_dtype, True)
         wanted = ctx.needs_input_grad[:2]
         return *(d if want else None for d, want in zip(pair, wanted, strict=True)), None, None, None
 
 
 def _rotate(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int, dtypes: list[torch.dtype], back: bool
+    q: Tensor,
+    k: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    unsqueeze_dim: int,
+    q_dtype: torch.dtype,
+    k_dtype: torch.dtype,
+    back: bool,
 ) -> _Pair:
     compute = _launch if has_addresses(q, k, cos, sin) else _launch_op
-    return compute(q, k, cos, sin, unsqueeze_dim, *dtypes, back)
+    return compute(q, k, cos, sin, unsqueeze_dim, q_dtype, k_dtype, back)
 
 
 def _launch(
@@ -94,7 +103,7 @@ def _launch(
         strides += [table.stride(0) if table.shape[0] > 1 else 0, table.stride(1)]
     width = q.shape[-1]
     columns = triton.next_power_of_2(width)
-    rows = max(1, _TILE // columns)
+    rows = max(1, _TILE // (columns * _HEADS))
     groups = triton.cdiv(q.shape[heads], _HEADS) + triton.cdiv(k.shape[heads], _HEADS)
     with device_of(q):
         _kernels.rotate[(q.shape[0] * triton.cdiv(q.shape[tokens], rows), groups)](
@@ -109,9 +118,9 @@ def _launch(
             k.shape[heads],
             *strides,
             width,
+            _HEADS,
             rows,
             columns,
-            _HEADS,
             back,
         )
     return q_out, k_out

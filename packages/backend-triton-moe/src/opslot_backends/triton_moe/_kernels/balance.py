@@ -38,11 +38,12 @@ def _keys(x, columns):
     if x.dtype.primitive_bitwidth == 32:
         bits = x.to(tl.int32, bitcast=True).to(tl.int64)
         value = (bits ^ ((bits >> 63) & 0x7FFFFFFF)) + 0x80000000
-        return (value.to(tl.uint64) << 16) | (0xFFFF - columns).to(tl.uint64)
+        keys = (value.to(tl.uint64) << 16) | (0xFFFF - columns).to(tl.uint64)
     else:
         bits = x.to(tl.int16, bitcast=True).to(tl.int32)
         value = (bits ^ ((bits >> 31) & 0x7FFF)) + 0x8000
-        return (value.to(tl.uint32) << 16) | (0xFFFF - columns).to(tl.uint32)
+        keys = (value.to(tl.uint32) << 16) | (0xFFFF - columns).to(tl.uint32)
+    return keys
 
 
 @triton.jit
@@ -50,10 +51,11 @@ def _value(key, DTYPE: tl.constexpr):
     """The element whose key this is."""
     if DTYPE.primitive_bitwidth == 32:
         value = (key >> 16).to(tl.int64) - 0x80000000
-        return (value ^ ((value >> 63) & 0x7FFFFFFF)).to(tl.int32).to(DTYPE, bitcast=True)
+        element = (value ^ ((value >> 63) & 0x7FFFFFFF)).to(tl.int32).to(DTYPE, bitcast=True)
     else:
         value = (key >> 16).to(tl.int32) - 0x8000
-        return (value ^ ((value >> 31) & 0x7FFF)).to(tl.int16).to(DTYPE, bitcast=True)
+        element = (value ^ ((value >> 31) & 0x7FFF)).to(tl.int16).to(DTYPE, bitcast=True)
+    return element
 
 
 @triton.jit
@@ -156,6 +158,7 @@ def gradient(
     PARTS: tl.constexpr,
     R: tl.constexpr,
     W: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     """p * (slope - sum of p * slope), weighted."""
     logits = _layer(layers, tl.program_id(1), COUNT)
@@ -164,7 +167,7 @@ def gradient(
     slopes = tl.load(slope + columns, mask=columns < E, other=0.0) * tl.load(incoming)
     start = tl.program_id(0) * SHARE
     end = tl.minimum(start + SHARE, T)
-    for first in range(start, end, R):
+    for first in tl.range(start, end, R, num_stages=STAGES):
         tokens = first + tl.arange(0, R)
         mine = tl.minimum(tokens, end - 1)
         x = _rows(logits, mine, columns, E).to(tl.float32)

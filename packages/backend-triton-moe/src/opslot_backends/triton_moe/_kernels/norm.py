@@ -2,7 +2,7 @@
 
 Names: H elements of a row. A tile is [R, B]: R rows, whose number depends on H alone, and B columns, all of a row where
 WHOLE says so. So a row is summed in the same order whatever rows stand beside it. Row r begins at
-(r // INNER) * outer + (r % INNER) * inner, which is every view of heads and of merged projections.
+(r // PERIOD) * outer + (r % PERIOD) * inner, which is every view of heads and of merged projections.
 """
 
 import triton
@@ -10,8 +10,8 @@ import triton.language as tl
 
 
 @triton.jit
-def _start(x, rows, INNER, outer, inner):
-    return (x + (rows // INNER).to(tl.int64) * outer + (rows % INNER).to(tl.int64) * inner)[:, None]
+def _start(x, rows, PERIOD, outer, inner):
+    return (x + (rows // PERIOD).to(tl.int64) * outer + (rows % PERIOD).to(tl.int64) * inner)[:, None]
 
 
 @triton.jit
@@ -37,7 +37,7 @@ def forward(
     out,  # [ROWS, H]
     scale,  # [ROWS], written: 1 / rms
     ROWS,
-    INNER,
+    PERIOD,
     outer,
     inner,
     H,
@@ -50,7 +50,7 @@ def forward(
     rows = tl.program_id(0) * R + tl.arange(0, R)
     mine = rows < ROWS
     columns = tl.arange(0, B)
-    at = _start(x, rows, INNER, outer, inner)
+    at = _start(x, rows, PERIOD, outer, inner)
     if WHOLE:
         value = _read(at, columns, mine, H)
         factor = tl.rsqrt(tl.sum(value * value, 1) / H + eps)
@@ -78,27 +78,28 @@ def gradients(
     partial,  # [programs, H] or None, written: the program's share of the weight's gradient
     ROWS,
     SHARE,  # of the rows, for a program: a multiple of R
-    GRAD_INNER,
+    GRAD_PERIOD,
     grad_outer,
     grad_inner,
-    INNER,
+    PERIOD,
     outer,
     inner,
     H,
     R: tl.constexpr,
     B: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     """d_x = scale * (grad * weight - normal * mean(grad * weight * normal)), for rows that fit in one block."""
     columns = tl.arange(0, B)
     weights = _weights(weight, columns, H)
     total = tl.zeros((R, B), tl.float32)
     start = tl.program_id(0) * SHARE
-    for first in range(start, tl.minimum(start + SHARE, ROWS), R):
+    for first in tl.range(start, tl.minimum(start + SHARE, ROWS), R, num_stages=STAGES):
         rows = first + tl.arange(0, R)
         mine = rows < ROWS
         factor = tl.load(scale + rows, mask=mine, other=0.0)[:, None]
-        normal = _read(_start(x, rows, INNER, outer, inner), columns, mine, H) * factor
-        d = _read(_start(grad, rows, GRAD_INNER, grad_outer, grad_inner), columns, mine, H)
+        normal = _read(_start(x, rows, PERIOD, outer, inner), columns, mine, H) * factor
+        d = _read(_start(grad, rows, GRAD_PERIOD, grad_outer, grad_inner), columns, mine, H)
         if partial is not None:
             total += d * normal.to(x.dtype.element_ty).to(tl.float32)
         if d_x is not None:
@@ -117,10 +118,10 @@ def gradient_of_long_rows(
     scale,
     d_x,
     ROWS,
-    GRAD_INNER,
+    GRAD_PERIOD,
     grad_outer,
     grad_inner,
-    INNER,
+    PERIOD,
     outer,
     inner,
     H,
@@ -131,8 +132,8 @@ def gradient_of_long_rows(
     rows = tl.program_id(0) * R + tl.arange(0, R)
     mine = rows < ROWS
     columns = tl.arange(0, B)
-    at = _start(x, rows, INNER, outer, inner)
-    grad_at = _start(grad, rows, GRAD_INNER, grad_outer, grad_inner)
+    at = _start(x, rows, PERIOD, outer, inner)
+    grad_at = _start(grad, rows, GRAD_PERIOD, grad_outer, grad_inner)
     factor = tl.load(scale + rows, mask=mine, other=0.0)[:, None]
     products = tl.zeros((R, B), tl.float32)
     for c in range(0, H, B):
@@ -153,26 +154,27 @@ def weight_gradient_of_long_rows(
     partial,  # [programs, H], written
     ROWS,
     SHARE,
-    GRAD_INNER,
+    GRAD_PERIOD,
     grad_outer,
     grad_inner,
-    INNER,
+    PERIOD,
     outer,
     inner,
     H,
     R: tl.constexpr,
     B: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     """The share of a run of rows, for B columns."""
     columns = tl.program_id(1) * B + tl.arange(0, B)
     total = tl.zeros((R, B), tl.float32)
     start = tl.program_id(0) * SHARE
-    for first in range(start, tl.minimum(start + SHARE, ROWS), R):
+    for first in tl.range(start, tl.minimum(start + SHARE, ROWS), R, num_stages=STAGES):
         rows = first + tl.arange(0, R)
         mine = rows < ROWS
         factor = tl.load(scale + rows, mask=mine, other=0.0)[:, None]
-        normal = _read(_start(x, rows, INNER, outer, inner), columns, mine, H) * factor
-        d = _read(_start(grad, rows, GRAD_INNER, grad_outer, grad_inner), columns, mine, H)
+        normal = _read(_start(x, rows, PERIOD, outer, inner), columns, mine, H) * factor
+        d = _read(_start(grad, rows, GRAD_PERIOD, grad_outer, grad_inner), columns, mine, H)
         total += d * normal.to(x.dtype.element_ty).to(tl.float32)
     tl.store(partial + tl.program_id(0).to(tl.int64) * H + columns, tl.sum(total, 0), mask=columns < H)
 
