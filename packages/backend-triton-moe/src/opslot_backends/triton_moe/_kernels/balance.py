@@ -30,10 +30,11 @@ def _rows(logits, tokens, columns, E: tl.constexpr):
 
 
 @triton.jit
-def _keys(x, columns):
+def _keys(x, columns, E: tl.constexpr):
     """Whole numbers without a sign in the order of x, of equal elements the first being the largest, all distinct.
 
-    NaN has a place in that order as any other bits have, so that a row of anything has K largest.
+    NaN has a place in that order as any other bits have, and what is beyond E is below them all: a row of anything has
+    K largest.
     """
     if x.dtype.primitive_bitwidth == 32:
         bits = x.to(tl.int32, bitcast=True).to(tl.int64)
@@ -43,7 +44,7 @@ def _keys(x, columns):
         bits = x.to(tl.int16, bitcast=True).to(tl.int32)
         value = (bits ^ ((bits >> 31) & 0x7FFF)) + 0x8000
         keys = (value.to(tl.uint32) << 16) | (0xFFFF - columns).to(tl.uint32)
-    return keys
+    return tl.where(columns < E, keys, 0)
 
 
 @triton.jit
@@ -97,7 +98,7 @@ def sums(
         weight = tl.where(tokens < end, 1.0, 0.0)
         if weights is not None:
             weight *= tl.load(weights + mine).to(tl.float32)
-        keys = _keys(x, columns)
+        keys = _keys(x, columns, E)
         last = _largest(keys)
         exponentials = tl.exp(x.to(tl.float32) - _value(last, x.dtype).to(tl.float32)[None, :, None])
         for _ in range(K - 1):
