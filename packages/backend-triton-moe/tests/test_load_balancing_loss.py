@@ -151,6 +151,14 @@ def test_the_gradients_of_trained_layers_alone_are_computed(interpreter, monkeyp
     assert [tuple(stack.shape) for stack in made] == [(2, 6, 4)]
 
 
+@pytest.mark.parametrize("frozen", [(0,), (0, 2), (1, 3)])
+def test_frozen_layers_among_layers_of_different_length(frozen, interpreter):
+    layers = (*layers_of(2, 6, 4), *layers_of(2, 9, 4), *layers_of(1, 6, 4))
+    for number in frozen:
+        layers[number].requires_grad_(False)
+    assert_as_the_reference(layers, 4, 2)
+
+
 def test_nothing_is_read_that_nobody_wrote(interpreter):
     with poisoned_memory():
         for tokens, experts in ((1, 1), (33, 5), (7, 60)):
