@@ -245,6 +245,22 @@ def test_memory_of_others_is_found(interpreter, size, stride, place, problem):
         copy[(1,)](x[: 5 + (place == "out")].clone() if stride > 1 else x, out, size, stride, BLOCK=8, TO=tl.float32)
 
 
+@triton.jit
+def first_rows(x, out, rows, BLOCK: tl.constexpr):
+    row = tl.program_id(0)
+    at = row * BLOCK + tl.arange(0, BLOCK)
+    inside = (tl.arange(0, BLOCK) < BLOCK) & (row < rows)
+    tl.store(out + at, tl.load(x + at, mask=inside, other=0.0), mask=inside)
+
+
+def test_a_scalar_condition_masks_a_whole_block(interpreter):
+    x, out = torch.randn(2, 4), torch.empty(2, 4)
+    first_rows[(5,)](x, out, 2, BLOCK=4)
+    assert torch.equal(out, x)
+    with pytest.raises(AssertionError, match=r"first_rows reads 4 of 4 elements outside .* \(program \(2, 0, 0\)\)"):
+        first_rows[(5,)](x, out, 3, BLOCK=4)
+
+
 def test_memory_that_nobody_wrote_is_seen(interpreter):
     x = torch.ones(4)
     with poisoned_memory():
