@@ -114,7 +114,37 @@ def test_which_views_are_copied():
     copied = {
         name for name, view in views(torch.empty).items() if module._Rows.of(view).tensor.data_ptr() != view.data_ptr()
     }
-    assert copied == {"heads before tokens", "columns apart", "columns first", "a single element for all"}
+    assert copied == {
+        "heads before tokens",
+        "a part of each row",
+        "columns apart",
+        "columns first",
+        "a single element for all",
+    }
+
+
+@pytest.mark.parametrize("size", [16, 24, 33])
+def test_what_triton_knows_of_addresses_depends_on_the_length_of_a_row_alone(size):
+    """Otherwise a kernel compiled for one row would sum it in another order than one compiled for many."""
+    wide, flat = torch.empty(2, 6, 4 * size + 8), torch.empty(4 * size + 1)
+    for view in (
+        wide[..., :size],
+        wide[:1, :1, :size],
+        wide[..., 8 : 8 + size],
+        wide[..., : 4 * size].unflatten(-1, (4, size)),
+        wide[:1, ..., : 4 * size].unflatten(-1, (4, size)),
+        wide[:1, :1, : 4 * size].unflatten(-1, (4, size)),
+        flat[:-1].view(4, size),
+        flat[1:].view(4, size),
+        flat[size : 2 * size],
+        flat[size : 2 * size].expand(6, size),
+    ):
+        tensor, period, outer, inner = module._Rows.of(view)
+        assert period >= 1
+        if size % 16:
+            assert (inner, outer) == (size, 0)
+        else:
+            assert inner % 16 == outer % 16 == tensor.data_ptr() % 16 == 0
 
 
 def test_offsets_beyond_int32_are_computed_as_such(interpreter):

@@ -61,7 +61,12 @@ class _RMSNorm(torch.autograd.Function):
 
 
 class _Rows(NamedTuple):
-    """Contiguous rows: row r of `tensor` begins at (r // period) * outer + (r % period) * inner."""
+    """Contiguous rows: row r of `tensor` begins at (r // period) * outer + (r % period) * inner.
+
+    Triton compiles a kernel for whether addresses and strides are multiples of 16, and the order in which a row is
+    summed follows from that. So here it depends on the length of a row alone: rows of a multiple of 16 begin at such
+    addresses, others follow upon one another.
+    """
 
     tensor: Tensor
     period: int
@@ -70,19 +75,27 @@ class _Rows(NamedTuple):
 
     @classmethod
     def of(cls, x: Tensor) -> "_Rows":
-        strides: list[list[int]] = []  # [number, stride] of rows, innermost first
-        for size, stride in zip(reversed(x.shape[:-1]), reversed(x.stride()[:-1]), strict=True):
-            if size == 1:
-                continue
-            if strides and stride == strides[-1][0] * strides[-1][1]:
-                strides[-1][0] *= size
-            else:
-                strides.append([size, stride])
-        if len(strides) > 2 or x.stride(-1) != 1:
+        size = x.shape[-1]
+        if size % 16 == 0 and x.data_ptr() % 16:
+            x = x.clone(memory_format=torch.contiguous_format)
+        if not x.is_contiguous():
+            strides = _strides(x)
+            if size % 16 == 0 and x.stride(-1) == 1 and len(strides) <= 2 and not any(s % 16 for _, s in strides):
+                (period, inner), (_, outer) = (*strides, (1, 0), (1, 0))[:2]
+                return cls(x, period, outer, inner)
             x = x.contiguous()
-            strides = [[max(1, x.numel() // x.shape[-1]), x.shape[-1]]]
-        (period, inner), (_, outer) = (*strides, [1, 0], [1, 0])[:2]
-        return cls(x, period, outer, inner)
+        return cls(x, max(1, x.numel() // size), 0, size)
+
+
+def _strides(x: Tensor) -> list[tuple[int, int]]:
+    """How many rows lie how far apart, the innermost first; dimensions that one stride goes through are one."""
+    found: list[tuple[int, int]] = []
+    for size, stride in zip(reversed(x.shape[:-1]), reversed(x.stride()[:-1]), strict=True):
+        if found and stride == found[-1][0] * found[-1][1]:
+            found[-1] = found[-1][0] * size, found[-1][1]
+        elif size > 1:
+            found.append((size, stride))
+    return found
 
 
 class _Blocks(NamedTuple):
