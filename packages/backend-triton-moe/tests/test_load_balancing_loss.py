@@ -101,7 +101,8 @@ def test_layers_of_all_kinds_in_any_order(most, interpreter, monkeypatch):
 
 @pytest.mark.parametrize("programs", [1, 6, 1000])
 def test_the_number_of_programs_changes_nothing(programs, interpreter, monkeypatch):
-    monkeypatch.setattr(module, "_PROGRAMS", programs)
+    monkeypatch.setattr(module, "_FORWARD", programs)
+    monkeypatch.setattr(module, "_BACKWARD", programs + 3)
     monkeypatch.setattr(module, "_WARPS", 1)
     mask = torch.rand(130) - 0.2
     assert_as_the_reference(layers_of(2, 130, 6), 6, 2, mask)
@@ -214,11 +215,10 @@ def test_compiles_for_as_many_layers_as_models_have(count, target, offline):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("experts", [60, 1024, 4096])
-def test_compiles_for_many_experts(experts, dtype, offline):
+@pytest.mark.parametrize("experts", [1, 3, 60, 1024, 4096])
+def test_compiles_for_few_and_many_experts(experts, dtype, offline):
     offline("cuda", 80, 32)
-    layers = layers_of(2, 64, experts, dtype)
-    kernel(layers, experts, 8).backward()
+    kernel(layers_of(2, 64, experts, dtype), experts, min(experts, 8)).backward()
 
 
 def test_refusals():

@@ -192,8 +192,8 @@ def test_tiles_depend_on_the_length_of_a_row_alone():
         assert 4 <= warps <= 32
 
 
-@pytest.mark.parametrize("size", [128, 4096, 16384])
-def test_compiles_for_rows_that_models_have(size, offline):
+@pytest.mark.parametrize("size", [1, 128, 4096, 16384])
+def test_compiles_for_rows_of_every_length(size, offline):
     made = offline("cuda", 90, 32)
     results(kernel, leaf(2, size, dtype=torch.bfloat16), leaf(size, dtype=torch.bfloat16))
     expected = ["forward", "gradients", "total"]

@@ -160,6 +160,13 @@ def test_compiled_in_one_graph(dynamic, interpreter):
             torch.testing.assert_close(got, expected)
 
 
+@pytest.mark.parametrize("width", [2, 64, 80])
+def test_compiles_for_heads_of_every_width(width, offline):
+    made = offline("cuda", 90, 32)
+    results(kernel, *(heads(1, count, 5, width, torch.bfloat16) for count in (9, 1)), *tables(1, 5, width))
+    assert [name for name, _ in made] == ["rotate", "rotate"]
+
+
 def test_learnt_tables():
     (q, k), (cos, sin) = (heads(1, 2, 5, 8), heads(1, 1, 5, 8)), tables(1, 5, 8)
     for which in (cos, sin):

@@ -19,22 +19,22 @@ from ._launch import device_of
 
 # Layers a launch: their addresses are its parameters, for which CUDA has 4 KB.
 _LAYERS = 64
-# Programs a launch, each of which leaves sums of its own: all at once on an H200, of whose 132 multiprocessors each has
-# registers for five.
-_PROGRAMS = 660
+# Programs a launch. Forward each leaves sums of its own, and all run at once on an H200, of whose 132 multiprocessors
+# each has registers for five; backward they may be many, which evens out.
+_FORWARD, _BACKWARD = 660, 4 * 660
 _WARPS = 4
 # Of the columns of a row, what lies in one thread comes in parts of 16 bytes.
 _PARTS = 2
 # Tiles of backward that are read at a time.
 _STAGES = 2
-# What the tile of one token still has registers for.
+# Experts: a row has to fit in the registers of a warp, with what is kept of it.
 _LARGEST = 4096
 
 
 def load_balancing_loss(
     gate_logits: tuple[Tensor, ...] | None, num_experts: int, top_k: int, attention_mask: Tensor | None = None
 ) -> Tensor | int:
-    """Keeps the logits, not their softmax. Of equal logits a token chooses the first."""
+    """Keeps the logits, not their softmax. Of equal logits a token chooses the first; 0 is more than -0."""
     if not isinstance(gate_logits, tuple) or not gate_logits:
         return 0
     shape, dtype, device = gate_logits[0].shape, gate_logits[0].dtype, gate_logits[0].device
@@ -70,10 +70,10 @@ class _Balance(torch.autograd.Function):
         # Not by name: torch 2.13's compiler, without gradients, counts parameters to tell whether there is a ctx, and
         # named ones before `*layers` are as many as the arguments when there is one layer.
         top_k, weights, groups, *layers = arguments
-        compute = _forward if has_addresses(weights, *layers) else _forward_op
-        loss, slope = compute(layers, groups, weights, top_k)
+        plain = has_addresses(weights, *layers)
+        loss, slope = (_forward if plain else _forward_op)(layers, groups, weights, top_k)
         ctx.save_for_backward(slope, weights, *layers)
-        ctx.groups = groups
+        ctx.groups, ctx.plain = groups, plain
         return loss
 
     @staticmethod
@@ -84,8 +84,7 @@ class _Balance(torch.autograd.Function):
         if not all(wanted):
             layers = [x for x, want in zip(layers, wanted, strict=True) if want]
             groups = _groups(layers, False)
-        # Where there is a slope in memory there were logits in memory.
-        compute = _backward if has_addresses(grad, slope) else _backward_op
+        compute = _backward if ctx.plain and has_addresses(grad) else _backward_op
         stacks = compute(grad, slope, layers, groups, weights)
         gradients = iter([gradient for stack in stacks for gradient in stack.unbind()])
         return None, None, None, *[next(gradients) if want else None for want in wanted]
@@ -94,7 +93,7 @@ class _Balance(torch.autograd.Function):
 def _forward(layers: list[Tensor], groups: list[int], weights: Tensor | None, top_k: int) -> tuple[Tensor, Tensor]:
     """The loss, and its slope by the sum of each expert's probabilities."""
     experts = layers[0].shape[1]
-    launches = [(group, *_shares(group)) for group in _split(layers, groups)]
+    launches = [(group, *_shares(group, _FORWARD)) for group in _split(layers, groups)]
     programs = sum([len(group) * chunks for group, _, chunks in launches])
     partial = torch.empty((programs, 2, experts), dtype=torch.float32, device=layers[0].device)
     loss, slope = partial.new_empty(()), partial.new_empty(experts)
@@ -127,7 +126,7 @@ def _backward(
     stacks = []
     with device_of(grad):
         for group in _split(layers, groups):
-            share, chunks = _shares(group)
+            share, chunks = _shares(group, _BACKWARD)
             stacks.append(group[0].new_empty(len(group), *group[0].shape))
             _kernels.gradient[(chunks, len(group))](
                 tuple([x.contiguous() for x in group]),
@@ -179,11 +178,11 @@ def _split(layers: list[Tensor], groups: list[int]) -> list[list[Tensor]]:
     return [layers[end - size : end] for end, size in zip(ends, groups, strict=True)]
 
 
-def _shares(group: Sequence[Tensor]) -> tuple[int, int]:
-    """Tokens a program, and programs a layer."""
+def _shares(group: Sequence[Tensor], programs: int) -> tuple[int, int]:
+    """Tokens a program, and programs a layer, of about so many for all."""
     tokens = group[0].shape[0]
     rows = _tile(group[0])[1]
-    share = triton.cdiv(triton.cdiv(tokens, max(1, _PROGRAMS // len(group))), rows) * rows
+    share = triton.cdiv(triton.cdiv(tokens, max(1, programs // len(group))), rows) * rows
     return share, triton.cdiv(tokens, max(1, share))
 
 
