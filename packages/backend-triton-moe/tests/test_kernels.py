@@ -72,11 +72,17 @@ def test_values_and_gradients_in_the_interpreter(spec, dtype, interpreter):
 
 
 @pytest.mark.parametrize("spec", INTERPRETED, ids=str)
-def test_a_few_samples_in_half_precision_compiled_and_without_side_effects(spec, interpreter):
+def test_a_few_samples_in_half_precision_and_compiled(spec, interpreter):
     function, few = function_of(spec), small_samples(spec, 1200, 3)
     check(spec.op, spec.variant, function, checks=("gradients", "arguments"), samples=few, dtype="float16")
-    checks = ("arguments", "twice", "double_backward", "memory", "no_grad", "autocast", "custom_ops", "compiled")
-    check(spec.op, spec.variant, function, checks=checks, samples=few[:2])
+    check(spec.op, spec.variant, function, checks=("custom_ops", "compiled"), samples=few[:2])
+
+
+@pytest.mark.parametrize("spec", INTERPRETED, ids=str)
+def test_nothing_beside_the_results(spec, interpreter):
+    function, few = function_of(spec), small_samples(spec, 1200, 2)
+    checks = ("arguments", "twice", "double_backward", "memory", "no_grad", "autocast")
+    check(spec.op, spec.variant, function, checks=checks, samples=few)
     check(spec.op, spec.variant, function, checks=("state",), samples=few[:1])
 
 
