@@ -246,19 +246,19 @@ def test_memory_of_others_is_found(interpreter, size, stride, place, problem):
 
 
 @triton.jit
-def rows_or_zeros(x, row, out, size, BLOCK: tl.constexpr):
-    column = tl.arange(0, BLOCK)
-    at = tl.load(row).to(tl.int64)
-    tl.store(out + column, tl.load(x + at * size + column, mask=(column < size) & (at >= 0), other=0.0))
+def first_rows(x, out, rows, BLOCK: tl.constexpr):
+    row = tl.program_id(0)
+    at = row * BLOCK + tl.arange(0, BLOCK)
+    inside = (tl.arange(0, BLOCK) < BLOCK) & (row < rows)
+    tl.store(out + at, tl.load(x + at, mask=inside, other=0.0), mask=inside)
 
 
-def test_a_mask_of_a_block_and_a_scalar(interpreter):
-    x, out = torch.ones(2, 4), torch.full((4,), -1.0)
-    for row, expected in ((1, 1.0), (-1, 0.0)):
-        rows_or_zeros[(1,)](x, torch.tensor([row], dtype=torch.int32), out, 4, BLOCK=4)
-        assert out.tolist() == [expected] * 4
-    with pytest.raises(AssertionError, match="rows_or_zeros reads 4 of 4 elements outside"):
-        rows_or_zeros[(1,)](x, torch.tensor([2], dtype=torch.int32), out, 4, BLOCK=4)
+def test_a_scalar_condition_masks_a_whole_block(interpreter):
+    x, out = torch.randn(2, 4), torch.empty(2, 4)
+    first_rows[(5,)](x, out, 2, BLOCK=4)
+    assert torch.equal(out, x)
+    with pytest.raises(AssertionError, match=r"first_rows reads 4 of 4 elements outside .* \(program \(2, 0, 0\)\)"):
+        first_rows[(5,)](x, out, 3, BLOCK=4)
 
 
 def test_memory_that_nobody_wrote_is_seen(interpreter):

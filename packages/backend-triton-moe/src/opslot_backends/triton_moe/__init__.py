@@ -51,13 +51,31 @@ def _experts(variant: str, function: str, summary: str) -> KernelSpec:
 
 
 _MEASURED = "docs/results/2026-11-30-h200-triton-moe-bench.json"
+_BALANCE = "all layers in one launch each way, forward without a copy of them; keeps the logits, not their softmax"
 _SORTED = "sorted on the device, gather and activation within the first product; keeps gate and up for backward"
+_NORM = "one pass each way, a row as if it were alone; the gradient of the weight without atomic additions"
+_ROTATION = "queries and keys in one launch from where they lie, in float32 and rounded once"
 
 BACKEND = Backend(
     api=1,
     kernels=(
+        _kernel(
+            "load_balancing_loss/standard",
+            "load_balancing_loss:load_balancing_loss",
+            _BALANCE,
+            priority=Priority.TUNED,
+            measured=_MEASURED,
+        ),
         _experts("standard", "moe_experts", _SORTED),
         _experts("clamped", "moe_experts_clamped", f"{_SORTED}; clamps there too"),
         _experts("gpt_oss", "moe_experts_gpt_oss", f"{_SORTED}; reads weights as gpt-oss stores them"),
+        _kernel("rms_norm/standard", "rms_norm:rms_norm", _NORM, batch_invariant=True),
+        _kernel(
+            "rotary_pos_emb/interleaved",
+            "rotary_pos_emb:rotary_pos_emb_interleaved",
+            _ROTATION,
+            priority=Priority.TUNED,
+            measured=_MEASURED,
+        ),
     ),
 )

@@ -6,7 +6,6 @@ over it; a second backward through the same graph computes it anew.
 E experts, T tokens of K choices each, H hidden, I intermediate; P rows in the order of the experts (`_route`).
 """
 
-from contextlib import AbstractContextManager, nullcontext
 from math import inf
 from typing import Any
 
@@ -17,6 +16,7 @@ from torch import Tensor
 
 from . import _grouped, _tiling
 from ._grouped import Maths, Routed
+from ._launch import device_of
 from ._route import Route, check, is_checking, route, rows_of
 
 
@@ -220,7 +220,7 @@ def _forward(
 ) -> list[Tensor]:
     """The result, the first product, and the route. `defined`: all memory of what is returned."""
     maths, experts = Maths(alpha, limit, offset, paired), down.shape[0]
-    with _on_device_of(x):
+    with device_of(x):
         if is_checking():
             check(index, experts)
         x, weights, gate_up, down = _aligned(x), weights.contiguous(), _aligned(gate_up), _aligned(down)
@@ -262,7 +262,7 @@ def _backward(
     maths = Maths(alpha, limit, offset, paired)
     want_x, want_weights, want_gate_up, want_gate_up_bias, want_down, want_down_bias = want
     found: dict[int, Tensor] = {}
-    with _on_device_of(x):
+    with device_of(x):
         grad, x, gate_up, down = _aligned(grad), _aligned(x), _aligned(gate_up), _aligned(down)
         weights, gate_up_bias, down_bias = weights.contiguous(), _contiguous(gate_up_bias), _contiguous(down_bias)
         tile = choice.shape[0] // expert.shape[0]
@@ -292,11 +292,6 @@ def _backward(
         if want_x:
             found[0] = _grouped.combine(_grouped.product(d_hidden, gate_up, None, routed, transposed=paired), routed)
     return [found[number] for number in sorted(found)]
-
-
-def _on_device_of(x: Tensor) -> AbstractContextManager[Any]:
-    """Triton launches on the current device, whose type may be another than the tensors'."""
-    return torch.cuda.device(x.device) if x.device.type == "cuda" else nullcontext()
 
 
 def _contiguous(tensor: Tensor | None) -> Tensor | None:
