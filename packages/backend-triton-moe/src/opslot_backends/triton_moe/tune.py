@@ -151,7 +151,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("there is no GPU to measure on")
     from triton.testing import do_bench
 
-    table = measured([options], dtype, "cuda", paired, lambda run: float(do_bench(run, return_mode="median")))
+    table = measured(
+        [options], dtype, "cuda", paired, lambda run: float(do_bench(run, warmup=10, rep=40, return_mode="median"))
+    )
     path = _tiling.cache_path(table.device)
     save(table, path)
     print(path)
