@@ -10,7 +10,7 @@ measured in each of them; the L2 cache is overwritten before every run. Times ar
 one forward and backward without inputs, weights and their gradients.
 
 Also the loss that balances experts, of 48 layers: there the time of the host counts, so calls follow one another and
-the clock stops when the last is done.
+the clock stops when the last is done. `device_ms` is what its kernels take in sum.
 """
 
 import argparse
@@ -114,6 +114,19 @@ def wall_milliseconds(run: Run, device: str, repeats: int = 20) -> float:
     return (time.perf_counter() - start) / repeats * 1e3
 
 
+def device_milliseconds(run: Run, device: str, repeats: int = 5) -> float | None:
+    """What the kernels of one call take in sum."""
+    if device == "cpu":
+        return None
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as found:
+        for _ in range(repeats):
+            run()
+        torch.cuda.synchronize()
+    return sum(event.self_device_time_total for event in found.key_averages()) / repeats / 1e3
+
+
 def dense_rate(device: str, size: int) -> float:
     """TFLOP/s of one bf16 product."""
     a, b = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
@@ -181,8 +194,12 @@ def balance(options: argparse.Namespace) -> dict[str, Any]:
             return torch.autograd.grad(function(*sample.args), sample.args[0])
 
         times = [wall_milliseconds(run, options.device) for _ in range(options.rounds)]
-        found[name] = {"forward_backward_ms": statistics.median(times), "spread": [min(times), max(times)]}
-    print(", ".join(f"{name}: {row['forward_backward_ms']:.3f} ms" for name, row in found.items()), flush=True)
+        found[name] = {
+            "forward_backward_ms": statistics.median(times),
+            "spread": [min(times), max(times)],
+            "device_ms": device_milliseconds(run, options.device),
+        }
+        print(f"{name}: {found[name]}", flush=True)
     return {**sizes, "candidates": found}
 
 

@@ -99,10 +99,10 @@ def test_layers_of_all_kinds_in_any_order(most, interpreter, monkeypatch):
         assert module._groups(layers, False) == [3, 2, 1, 2, 1]
 
 
-@pytest.mark.parametrize("programs", [1, 6, 1000])
-def test_the_number_of_programs_changes_nothing(programs, interpreter, monkeypatch):
-    monkeypatch.setattr(module, "_FORWARD", programs)
-    monkeypatch.setattr(module, "_BACKWARD", programs + 3)
+@pytest.mark.parametrize(("programs", "elements"), [(1, 8), (6, 64), (1000, 4096)])
+def test_the_number_of_programs_changes_nothing(programs, elements, interpreter, monkeypatch):
+    monkeypatch.setattr(module, "_PROGRAMS", programs)
+    monkeypatch.setattr(module, "_ELEMENTS", elements)
     monkeypatch.setattr(module, "_WARPS", 1)
     mask = torch.rand(130) - 0.2
     assert_as_the_reference(layers_of(2, 130, 6), 6, 2, mask)

@@ -19,14 +19,14 @@ from ._launch import device_of
 
 # Layers a launch: their addresses are its parameters, for which CUDA has 4 KB.
 _LAYERS = 64
-# Programs a launch. Forward each leaves sums of its own, and all run at once on an H200, of whose 132 multiprocessors
-# each has registers for five; backward they may be many, which evens out.
-_FORWARD, _BACKWARD = 660, 4 * 660
+# Programs of a launch forward, each of which leaves sums of its own: all run at once on an H200, of whose 132
+# multiprocessors each has registers for five.
+_PROGRAMS = 660
 _WARPS = 4
 # Of the columns of a row, what lies in one thread comes in parts of 16 bytes.
 _PARTS = 2
-# Tiles of backward that are read at a time.
-_STAGES = 2
+# Of a program backward: 32 a thread.
+_ELEMENTS = 4096
 # Experts: a row has to fit in the registers of a warp, with what is kept of it.
 _LARGEST = 4096
 
@@ -93,7 +93,7 @@ class _Balance(torch.autograd.Function):
 def _forward(layers: list[Tensor], groups: list[int], weights: Tensor | None, top_k: int) -> tuple[Tensor, Tensor]:
     """The loss, and its slope by the sum of each expert's probabilities."""
     experts = layers[0].shape[1]
-    launches = [(group, *_shares(group, _FORWARD)) for group in _split(layers, groups)]
+    launches = [(group, *_shares(group, _PROGRAMS)) for group in _split(layers, groups)]
     programs = sum([len(group) * chunks for group, _, chunks in launches])
     partial = torch.empty((programs, 2, experts), dtype=torch.float32, device=layers[0].device)
     loss, slope = partial.new_empty(()), partial.new_empty(experts)
@@ -126,20 +126,21 @@ def _backward(
     stacks = []
     with device_of(grad):
         for group in _split(layers, groups):
-            share, chunks = _shares(group, _BACKWARD)
-            stacks.append(group[0].new_empty(len(group), *group[0].shape))
-            _kernels.gradient[(chunks, len(group))](
+            tokens, experts = group[0].shape
+            columns = triton.next_power_of_2(experts)
+            rows = max(1, _ELEMENTS // columns)
+            stacks.append(group[0].new_empty(len(group), tokens, experts))
+            _kernels.gradient[(triton.cdiv(tokens, rows), len(group))](
                 tuple([x.contiguous() for x in group]),
                 weights,
                 slope,
                 grad,
                 stacks[-1],
-                group[0].shape[0],
-                share,
+                tokens,
                 len(group),
-                slope.shape[0],
-                *_tile(group[0]),
-                _STAGES,
+                experts,
+                rows,
+                columns,
                 num_warps=_WARPS,
             )
     return stacks

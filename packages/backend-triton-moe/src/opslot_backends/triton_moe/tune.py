@@ -53,8 +53,11 @@ def candidates(problem: Problem, limit: int, *, hopper: bool) -> list[Blocks]:
 
 def launches(
     tokens: int, hidden: int, inner: int, experts: int, top_k: int, dtype: torch.dtype, device: str, paired: bool
-) -> Iterator[tuple[Problem, Launch]]:
-    """Every product of forward and backward, of random numbers and a balanced random routing."""
+) -> Iterator[tuple[Problem, Launch, Tensor | slice]]:
+    """Every product of forward and backward, of random numbers and a balanced random routing.
+
+    With each, which rows of its result are anybody's: those of padding hold what memory held.
+    """
     index = torch.rand(tokens, experts, device=device).topk(top_k).indices
     weights = torch.rand(tokens, top_k, device=device).to(dtype)
     x = torch.randn(tokens, hidden, device=device).to(dtype)
@@ -71,12 +74,15 @@ def launches(
     gathered = _grouped.dispatch(x, routed)
     first, active = _grouped.up(x, gate_up, bias, routed, maths, keep=True)
 
+    rows_of_choices, all_rows = routed.route.place.long(), slice(None)
+
     def problem(kernel: str, columns: int, depth: int) -> Problem:
         return Problem(kernel, dtype.itemsize, tile, routed.rows, columns, depth)
 
     yield (
         problem("up_paired" if paired else "up", inner, hidden),
         lambda blocks: _grouped.up(x, gate_up, bias, routed, maths, keep=True, blocks=blocks)[1],
+        rows_of_choices,
     )
     for rows, matrix, transposed in (
         (active, down, not paired),
@@ -88,6 +94,7 @@ def launches(
             lambda blocks, rows=rows, matrix=matrix, transposed=transposed: _grouped.product(  # type: ignore[misc]
                 rows, matrix, None, routed, transposed=transposed, blocks=blocks
             ),
+            rows_of_choices,
         )
     for left, right in ((gathered, active), (first, gathered)):
         left, right = (right, left) if paired else (left, right)
@@ -96,15 +103,16 @@ def launches(
             lambda blocks, left=left, right=right: _grouped.weight_gradient(  # type: ignore[misc]
                 left, right, routed, blocks=blocks
             ),
+            all_rows,
         )
 
 
-def best(launch: Launch, tried: Sequence[Blocks], timer: Timer) -> Blocks:
-    """The fastest whose result is the first one's. Prints the time of each."""
+def best(launch: Launch, rows: Tensor | slice, tried: Sequence[Blocks], timer: Timer) -> Blocks:
+    """The fastest whose result has the first one's `rows`. Prints the time of each."""
     expected: Tensor | None = None
     found: list[tuple[float, Blocks]] = []
     for blocks in tried:
-        result = launch(blocks)
+        result = launch(blocks)[rows]
         if expected is None:
             expected = result
         # Sums of other partial sums: a few roundings of the largest number.
@@ -122,10 +130,10 @@ def measured(shapes: Sequence[dict[str, int]], dtype: str, device: str, paired: 
     name, limit = _tiling.describe(torch.device(device))
     table = Table(name, _tiling.minor_version(), _tiling.source(), ())
     for shape in shapes:
-        for problem, launch in launches(**shape, dtype=_DTYPES[dtype], device=device, paired=paired):
+        for problem, launch, rows in launches(**shape, dtype=_DTYPES[dtype], device=device, paired=paired):
             print(problem)
             tried = candidates(problem, limit, hopper=_tiling.is_hopper(torch.device(device)))
-            table = _tiling.merged(table, ((problem, best(launch, tried, timer)),))
+            table = _tiling.merged(table, ((problem, best(launch, rows, tried, timer)),))
     return table
 
 
@@ -151,9 +159,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("there is no GPU to measure on")
     from triton.testing import do_bench
 
-    table = measured(
-        [options], dtype, "cuda", paired, lambda run: float(do_bench(run, warmup=10, rep=40, return_mode="median"))
-    )
+    def timer(run: Callable[[], object]) -> float:
+        return float(do_bench(run, warmup=10, rep=40, return_mode="median"))
+
+    table = measured([options], dtype, "cuda", paired, timer)
     path = _tiling.cache_path(table.device)
     save(table, path)
     print(path)

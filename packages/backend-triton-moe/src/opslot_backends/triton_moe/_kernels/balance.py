@@ -153,30 +153,23 @@ def gradient(
     incoming,  # [1]
     out,  # [COUNT, T, E]
     T,
-    SHARE,
     COUNT: tl.constexpr,
     E: tl.constexpr,
-    PARTS: tl.constexpr,
     R: tl.constexpr,
     W: tl.constexpr,
-    STAGES: tl.constexpr,
 ):
-    """p * (slope - sum of p * slope), weighted."""
+    """p * (slope - sum of p * slope), weighted, of R tokens."""
     logits = _layer(layers, tl.program_id(1), COUNT)
-    out += tl.program_id(1).to(tl.int64) * T * E
-    columns = _columns(PARTS, W)
+    tokens = tl.program_id(0) * R + tl.arange(0, R)
+    columns = tl.arange(0, W)[None, :]
+    inside = (tokens < T)[:, None] & (columns < E)
+    at = tokens[:, None].to(tl.int64) * E + columns
     slopes = tl.load(slope + columns, mask=columns < E, other=0.0) * tl.load(incoming)
-    start = tl.program_id(0) * SHARE
-    end = tl.minimum(start + SHARE, T)
-    for first in tl.range(start, end, R, num_stages=STAGES):
-        tokens = first + tl.arange(0, R)
-        mine = tl.minimum(tokens, end - 1)
-        x = _rows(logits, mine, columns, E).to(tl.float32)
-        exponentials = tl.exp(x - _largest(x)[None, :, None])
-        scale = 1.0 / _total(exponentials)
-        mean = _total(exponentials * slopes) * scale
-        if weights is not None:
-            scale *= tl.load(weights + mine).to(tl.float32)
-        d = exponentials * scale[None, :, None] * (slopes - mean[None, :, None])
-        at = out + tokens[None, :, None].to(tl.int64) * E + columns
-        tl.store(at, d.to(out.dtype.element_ty), mask=(columns < E) & (tokens < end)[None, :, None])
+    x = tl.load(logits + at, mask=inside, other=float("-inf")).to(tl.float32)
+    exponentials = tl.exp(x - tl.max(x, 1)[:, None])
+    scale = 1.0 / tl.sum(exponentials, 1)
+    mean = tl.sum(exponentials * slopes, 1) * scale
+    if weights is not None:
+        scale *= tl.load(weights + tokens, mask=tokens < T, other=0.0).to(tl.float32)
+    d = exponentials * scale[:, None] * (slopes - mean[:, None])
+    tl.store(out + tl.program_id(1).to(tl.int64) * T * E + at, d.to(out.dtype.element_ty), mask=inside)
