@@ -41,10 +41,10 @@ def gpt_oss(dtype):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize(("target", "tile"), [*((target, 128) for target in TARGETS), ("sm_90", 64)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("variant", ["standard", "gpt_oss"])
-def test_the_experts(variant, dtype, target, offline, monkeypatch):
+def test_the_experts(variant, dtype, target, tile, offline, monkeypatch):
     """With the blocks of a GPU, cut down to the shared memory of the target, which what is compiled keeps to."""
     table = _tiling.Table.parse(_tiling._SHIPPED.read_text(encoding="utf-8"))
 
@@ -52,7 +52,7 @@ def test_the_experts(variant, dtype, target, offline, monkeypatch):
         found = next(b for p, b in table.entries if (p.kernel, p.itemsize, p.tile) == (kernel, x.element_size(), tile))
         return _tiling.fitted(kernel, found, x.element_size(), LIMITS[target], hopper=target == "sm_90")
 
-    monkeypatch.setattr(_tiling, "tile", lambda x, choices, experts: 128)
+    monkeypatch.setattr(_tiling, "tile", lambda x, choices, experts: tile)
     monkeypatch.setattr(_tiling, "blocks", blocks)
     if target == "gfx942":
         monkeypatch.setattr(_tiling, "precision", lambda x: "ieee")

@@ -67,6 +67,22 @@ def test_half_precision(variant, interpreter):
     check("moe_experts", variant, FUNCTIONS[variant], checks=("gradients",), samples=("chosen twice",), dtype="float16")
 
 
+def test_autocast_leaves_the_gradient_of_a_bias_exact(interpreter):
+    arguments = sample_of("gpt_oss", "some not mine").args
+    contract = opslot.registry().contract("moe_experts", "gpt_oss")
+    found = []
+    for function in (contract.load_reference(), FUNCTIONS["gpt_oss"]):
+        leaves = [a for a in arguments if isinstance(a, torch.Tensor) and a.requires_grad]
+        with torch.autocast("cpu", dtype=torch.float16):
+            out = function(*arguments)
+        found.append([out, *torch.autograd.grad(out, leaves, torch.linspace(-1, 1, out.numel()).view_as(out))])
+    for number, (expected, got) in enumerate(zip(*found, strict=True)):
+        assert (got.dtype, got.shape) == (torch.float32, expected.shape)
+        # float16 rounds to 2**-11, some ten times one after the other, of the largest; the last is of no half's making.
+        limit = 1e-6 if number == len(found[0]) - 1 else 10 * 2**-11
+        assert float((got - expected).detach().abs().max()) <= limit * float(expected.detach().abs().max())
+
+
 @pytest.mark.parametrize("variant", FUNCTIONS)
 def test_operators_and_one_graph(variant, interpreter):
     check("moe_experts", variant, FUNCTIONS[variant], checks=("custom_ops",), samples=("one token",))

@@ -140,7 +140,9 @@ def shared_memory(kernel: str, blocks: Blocks, itemsize: int, *, hopper: bool) -
     staged = blocks.stages * (blocks.rows + columns) * blocks.depth * itemsize
     if not hopper:
         return (staged + blocks.rows * columns * 4) * 9 // 8 + 256
-    return staged + blocks.rows * columns * (3 if kernel == "up_paired" else 2) * itemsize // 4 + 256
+    # Gate and up in alternating columns come apart in shared memory.
+    eighths = 4 if kernel != "up_paired" else 6 if itemsize == 2 else 9
+    return staged + blocks.rows * columns * itemsize * eighths // 8 + 256
 
 
 def fitted(kernel: str, blocks: Blocks, itemsize: int, limit: int, *, hopper: bool) -> Blocks:

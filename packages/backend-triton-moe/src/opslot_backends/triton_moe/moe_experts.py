@@ -74,8 +74,11 @@ def _experts(
     _check(variant, maths, hidden_states, index, weights, gate_up, gate_up_bias, down, down_bias)
     dtype = matmul_dtype(hidden_states)
     parameters = {"gate_up": gate_up, "gate_up_bias": gate_up_bias, "down": down, "down_bias": down_bias}
+    apart = None
     if dtype != hidden_states.dtype:  # autocast
         parameters = {name: None if given is None else given.to(dtype) for name, given in parameters.items()}
+        if down_bias is not None:
+            apart, parameters["down_bias"] = down_bias, torch.zeros_like(down_bias, dtype=dtype)
     others = {name: given.dtype for name, given in parameters.items() if given is not None and given.dtype != dtype}
     if others:
         raise ValueError(
@@ -97,7 +100,15 @@ def _experts(
     given = x, weights, *parameters.values()
     keep = torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in given)
     out: Tensor = _Experts.apply(index, keep, *maths, *given)  # type: ignore[no-untyped-call]
-    return out[:tokens, :width].to(hidden_states.dtype)
+    out = out[:tokens, :width].to(hidden_states.dtype)
+    return out if apart is None else out + _routed_bias(index[:tokens], weights[:tokens], apart).to(out.dtype)
+
+
+def _routed_bias(index: Tensor, weights: Tensor, bias: Tensor) -> Tensor:
+    """What the biases of the chosen experts [E, H] add to each token: autocast leaves a bias and its gradient exact."""
+    chosen = index.unsqueeze(-1) == torch.arange(bias.shape[0], device=bias.device)
+    with torch.autocast(bias.device.type, enabled=False):
+        return torch.where(chosen, weights.unsqueeze(-1), 0).sum(1).to(bias.dtype) @ bias
 
 
 def _check(

@@ -17,6 +17,7 @@ from tempfile import NamedTemporaryFile
 
 import torch
 from torch import Tensor
+from triton.runtime.errors import OutOfResources
 
 from . import _grouped, _tiling
 from ._grouped import Maths, Routed
@@ -112,7 +113,11 @@ def best(launch: Launch, rows: Tensor | slice, tried: Sequence[Blocks], timer: T
     expected: Tensor | None = None
     found: list[tuple[float, Blocks]] = []
     for blocks in tried:
-        result = launch(blocks)[rows]
+        try:
+            result = launch(blocks)[rows]
+        except OutOfResources as error:  # more than was reckoned
+            print(f"  {blocks} does not fit: {error}")
+            continue
         if expected is None:
             expected = result
         # Sums of other partial sums: a few roundings of the largest number.

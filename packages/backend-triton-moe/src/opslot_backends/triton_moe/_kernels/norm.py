@@ -1,7 +1,8 @@
 """Root mean square normalisation of rows, in Triton, and its two gradients.
 
 Names: H elements of a row. A tile is [R, B]: R rows, whose number depends on H alone, and B columns, all of a row where
-WHOLE says so. So a row is summed in the same order whatever rows stand beside it. Row r begins at
+WHOLE says so. So a row is summed in the same order whatever rows stand beside it; for that nothing is specialised on
+their number either: for one row Triton would compile another kernel. Row r begins at
 (r // PERIOD) * outer + (r % PERIOD) * inner, which is every view of heads and of merged projections.
 """
 
@@ -30,7 +31,7 @@ def _weights(weight, columns, H):
     return tl.load(weight + columns, mask=columns < H, other=0.0).to(tl.float32)[None, :]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["ROWS", "PERIOD"])
 def forward(
     x,
     weight,
@@ -68,7 +69,7 @@ def forward(
     tl.store(scale + rows, factor, mask=mine)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["ROWS", "SHARE", "GRAD_PERIOD", "PERIOD"])
 def gradients(
     grad,
     x,
@@ -110,7 +111,7 @@ def gradients(
         tl.store(partial + tl.program_id(0).to(tl.int64) * H + columns, tl.sum(total, 0), mask=columns < H)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["ROWS", "GRAD_PERIOD", "PERIOD"])
 def gradient_of_long_rows(
     grad,
     x,
@@ -146,7 +147,7 @@ def gradient_of_long_rows(
         _write(d_x, rows, c + columns, mine, H, (d - normal * mean) * factor)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["ROWS", "SHARE", "GRAD_PERIOD", "PERIOD"])
 def weight_gradient_of_long_rows(
     grad,
     x,
