@@ -1,4 +1,4 @@
-"""The benchmarks of Liger: the commands in their docstrings run here, without Liger, and the verdict judges."""
+"""The benchmarks: the commands in their docstrings run here, small and without a GPU, and the verdict judges."""
 
 import importlib.util
 import json
@@ -103,3 +103,21 @@ def test_no_folder_of_this_machine_is_written(liger_train):
     assert liger_train.without_folders(text) == (
         "OSError: 'kernel.so' of rms_norm/standard: x/y, --json=b.json and 3/4/5"
     )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["moe_experts", "routers"])
+def test_it_can_be_tried_without_a_gpu(name, tmp_path):
+    """With what the docstring says to try it with."""
+    text = (ROOT / f"benchmarks/{name}.py").read_text(encoding="utf-8")
+    (options,) = re.findall(r"`([^`]*--device cpu[^`]*)`", text)
+    command = [sys.executable, f"benchmarks/{name}.py", *shlex.split(options), "--json", str(tmp_path / "result.json")]
+    extra = ["--rounds", "1"] if name == "moe_experts" else []
+    done = subprocess.run([*command, *extra], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    data = json.loads((tmp_path / "result.json").read_text(encoding="utf-8"))
+    if name == "moe_experts":
+        assert [set(row["candidates"]) for row in data["experts"]] == [{"torch", "grouped_mm"}] * 6
+        assert set(data["load_balancing_loss"]["candidates"]) == {"torch", "transformers"}
+    else:
+        assert set(data["results"]) == {"qwen3_moe", "gpt_oss", "deepseek_v3"}

@@ -8,6 +8,7 @@ the tests on the CPU and on two GPUs are the same.
 
 import contextlib
 import copy
+import dataclasses
 import importlib.util
 import itertools
 import os
@@ -279,6 +280,24 @@ def connected(folder, layout, machine):
         yield name, model.model.layers[0].mlp.experts(hidden, index, weights).requires_grad
 
 
+def triton_as_one_process(folder, layout, machine):
+    """The kernel of opslot-backend-triton-moe in Triton's interpreter, which its spec knows nothing of."""
+    from opslot.testing import triton_interpreter
+    from opslot_backends.triton_moe import BACKEND
+
+    experts = next(spec for spec in BACKEND.kernels if (spec.op, spec.variant) == ("moe_experts", "standard"))
+    anywhere = dataclasses.replace(experts, name="interpreted", requires=opslot.Requires(), nested=None)
+    known = opslot.registry()
+    if "interpreted" not in {offer.spec.name for offer in known.offers("moe_experts", "standard")}:
+        known.add(opslot.Backend(api=1, kernels=(anywhere,)), "interpreted", "0")
+    routing = ROUTINGS[layout == "tensor"]
+    yield "expected", expected_of(one_process("qwen3_moe", routing), layout, machine.device)
+    chosen = {"default": "eager", "moe_experts": "interpreted"}
+    model = build(saved(folder, "qwen3_moe", routing), layout, chosen, machine)
+    with triton_interpreter():
+        yield "found", results_of(model, layout, machine.device)
+
+
 SCENARIOS = {
     "stock": stock_as_one_process,
     "kernel": kernel_as_one_process,
@@ -287,6 +306,7 @@ SCENARIOS = {
     "refusals": refusals,
     "connected": connected,
 }
+ALONE = {"triton": triton_as_one_process}
 
 
 def work(rank, port, folder, results, machine, wanted):
@@ -298,7 +318,7 @@ def work(rank, port, folder, results, machine, wanted):
     dist.init_process_group(machine.group, store=store, rank=rank, world_size=WORLD, timeout=timedelta(seconds=60))
     said: dict[Any, Any] = {}
     for name, layout in wanted:
-        said[name, layout] = dict(SCENARIOS[name](folder, layout, machine))
+        said[name, layout] = dict({**SCENARIOS, **ALONE}[name](folder, layout, machine))
     torch.save(said, f"{folder}/{rank}")
     results.put(rank)
     dist.barrier()  # the rank with the store leaves last
@@ -464,6 +484,15 @@ def test_why_upstreams_loop_is_refused(said, layout):
     first, second = (of_layout(said, "connected", layout, rank) for rank in range(WORLD))
     assert first == {"loop": True, "kernel": True}
     assert second == {"loop": layout == "data", "kernel": True}
+
+
+@pytest.mark.slow
+def test_tritons_experts_in_the_interpreter(tmp_path):
+    pytest.importorskip("opslot_backends.triton_moe", reason="opslot-backend-triton-moe is not installed")
+    pytest.importorskip("triton", reason="there is no triton for this platform")
+    for results in run(tmp_path, ON_CPU, [("triton", layout) for layout in layouts()]):
+        for found in results.values():
+            assert_same(found["found"], found["expected"])
 
 
 @pytest.mark.gpu
