@@ -50,10 +50,8 @@ def route(index: Tensor, experts: int, tile: int) -> Route:
     def integers(*shape: int) -> Tensor:
         return torch.empty(shape, device=index.device, dtype=torch.int32)
 
-    counts, made = (
-        integers(chunks + 1, lanes),
-        Route(*map(integers, (total, choices, total // tile, 1, experts, experts))),
-    )
+    counts = integers(chunks, lanes)
+    made = Route(*map(integers, (total, choices, total // tile, 1, experts, experts)))
     routing.count[(chunks,)](index, counts, choices, experts, BS=_CHUNK, BO=32, EB=lanes, num_warps=8)
     routing.layout[(1,)](
         counts,

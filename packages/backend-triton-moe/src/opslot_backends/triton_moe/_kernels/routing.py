@@ -31,7 +31,7 @@ def count(index, counts, S, E, BS: tl.constexpr, BO: tl.constexpr, EB: tl.conste
 
 @triton.jit
 def layout(counts, first, size, tiles, CHUNKS, E, TILE: tl.constexpr, BC: tl.constexpr, EB: tl.constexpr):
-    """counts[chunk, e] becomes how many choices of earlier chunks go to e; row CHUNKS, how many of all.
+    """counts[chunk, e] becomes how many choices of earlier chunks go to e.
 
     first is where the rows of an expert begin, each at a whole tile, size how many it has.
     """
@@ -44,7 +44,6 @@ def layout(counts, first, size, tiles, CHUNKS, E, TILE: tl.constexpr, BC: tl.con
         found = tl.load(at, mask=there, other=0)
         tl.store(at, before[None, :] + tl.cumsum(found, 0) - found, mask=there)
         before += tl.sum(found, 0)
-    tl.store(counts + CHUNKS * EB + lanes, before)
     padded = tl.where(lanes < E, (before + TILE - 1) // TILE * TILE, 0)
     last = tl.cumsum(padded, 0)
     tl.store(first + lanes, last - padded, mask=lanes < E)
