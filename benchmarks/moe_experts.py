@@ -213,6 +213,8 @@ def main() -> int:
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=SHAPES)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    if options.device != "cpu" and not torch.cuda.is_available():
+        parser.error("it needs a GPU; --device cpu tries the script, see its docstring")
     packages = *PACKAGES, registry().offer("moe_experts", "standard", options.kernel).distribution
     data = {
         "command": f"python benchmarks/moe_experts.py {' '.join(sys.argv[1:])}",

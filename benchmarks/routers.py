@@ -73,6 +73,8 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    if options.device != "cpu" and not torch.cuda.is_available():
+        parser.error("it needs a GPU; --device cpu tries the script, see its docstring")
     data = {
         "command": f"python benchmarks/routers.py {' '.join(sys.argv[1:])}",
         "date": date.today().isoformat(),

@@ -1,6 +1,7 @@
 """Each rank holds a part of the experts and trains on its own tokens.
 
 Run: torchrun --nproc-per-node 2 examples/expert_parallel.py --steps 5 --ops moe_experts=torch
+It needs accelerate, with which transformers loads shards: pip install 'opslot-models[train]'.
 On the CPU, or with a GPU for each process where there are some; --ops is what OPSLOT_OPS takes, or auto, or eager.
 """
 
@@ -50,6 +51,8 @@ def main() -> None:
     parser.add_argument("--ops", default="moe_experts=torch")
     parser.add_argument("--output", help="where to save the trained model, for one process or many")
     args = parser.parse_args()
+    if "RANK" not in os.environ:
+        parser.error("start it with torchrun, as its docstring says")
     ops = dict(choice.split("=") for choice in args.ops.split(",")) if "=" in args.ops else args.ops
 
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if torch.cuda.is_available() else torch.device("cpu")

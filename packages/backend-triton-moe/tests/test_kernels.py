@@ -1,6 +1,7 @@
 """What holds for every kernel of the backend: its contract, and each claim that its spec makes."""
 
 import importlib
+import os
 import subprocess
 import sys
 
@@ -158,3 +159,13 @@ def test_rocm_by_spec_and_nothing_else():
         assert spec.unmet(Device("cuda", "sm_80")) == ()
         assert "needs a cuda or rocm device" in spec.unmet(Device("npu", "Ascend910B3"))[0]
         assert spec.unmet(Device("cuda", "sm_75"))
+
+
+def test_denied_it_is_not_called_missing():
+    """Its kernels have another name than the backend, by which OPSLOT_BACKENDS denies it."""
+    code = "import opslot; opslot.registry().offer('moe_experts', 'standard', 'triton')"
+    environment = {**os.environ, "OPSLOT_BACKENDS": "-triton_moe"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert "backend 'triton_moe' of opslot-backend-triton-moe" in done.stderr
+    assert "denied by OPSLOT_BACKENDS='-triton_moe'" in done.stderr
+    assert "not installed" not in done.stderr

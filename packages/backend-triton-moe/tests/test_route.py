@@ -62,9 +62,17 @@ def test_the_check_names_the_row_and_the_value(wrong):
     check(index[:2], 4)
 
 
-@pytest.mark.parametrize(("value", "expected"), [("1", True), ("0", False), ("", False), (None, False)])
+@pytest.mark.parametrize(
+    ("value", "expected"), [("1", True), ("True", True), ("0", False), ("false", False), (None, False)]
+)
 def test_the_check_is_asked_for(value, expected, monkeypatch):
     monkeypatch.delenv("OPSLOT_CHECK_ROUTING", raising=False)
     if value is not None:
         monkeypatch.setenv("OPSLOT_CHECK_ROUTING", value)
     assert is_checking() is expected
+
+
+def test_a_value_of_no_meaning_is_refused(monkeypatch):
+    monkeypatch.setenv("OPSLOT_CHECK_ROUTING", "banana")
+    with pytest.raises(ValueError, match="OPSLOT_CHECK_ROUTING='banana': write 1 or true to check"):
+        is_checking()

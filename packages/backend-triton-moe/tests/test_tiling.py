@@ -225,6 +225,14 @@ def test_without_a_gpu_it_says_so(monkeypatch, capsys):
     assert "there is no GPU to measure on" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("tokens", "top_k"), [(0, 1), (8, 3)])
+def test_sizes_of_no_problem_are_refused(tokens, top_k, capsys):
+    sizes = {"tokens": tokens, "hidden": 8, "inner": 8, "experts": 2, "top-k": top_k}
+    with pytest.raises(SystemExit):
+        tune.main([text for name, size in sizes.items() for text in (f"--{name}", str(size))])
+    assert "no token chooses more experts than there are" in capsys.readouterr().err
+
+
 def test_products_of_float32_are_as_pytorch_is_told():
     x = torch.ones(1)
     assert _tiling.precision(x.half()) == "tf32"

@@ -823,3 +823,10 @@ def test_a_kernel_may_be_the_last_reader_of_its_activations():
         found = problem.gradients(problem.forward(Noting.apply, given))
         assert torch.equal(found["gate"], problem.given[0] * problem.inputs["up"])
         assert (seen.pop() == [2, 2]) is alone
+
+
+@pytest.mark.parametrize("contract", [c for c in opslot.registry().contracts() if c.workload], ids=str)
+def test_every_shape_of_ours_can_be_asked_for_by_its_sizes(contract):
+    for name, sizes in {**contract.workload.shapes, "large": contract.workload.large or {}}.items():
+        if sizes:
+            bench._check_sizes(contract, contract.workload, name, sizes)

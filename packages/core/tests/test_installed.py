@@ -66,6 +66,16 @@ def test_a_lock_file_cannot_tell_of_modules(lock):
     assert reasons(Installed.here(), modules=("json",)) == ()
 
 
+@pytest.mark.parametrize("distribution", ["triton", "pytorch-triton-rocm"])
+def test_a_lock_file_can_tell_of_triton_by_each_name(distribution, tmp_path):
+    path = tmp_path / "requirements.txt"
+    path.write_text(f"{distribution}==3.6.0\n")
+    assert reasons(Installed.read(path), modules=("triton",)) == ()
+    path.write_text("torch==2.11.0\n")
+    (reason,) = reasons(Installed.read(path), modules=("triton",))
+    assert reason.startswith("needs the module 'triton', and none of triton, pytorch-triton, ")
+
+
 def test_this_repositorys_own_lock_file_is_read():
     lock = Installed.read(Path(__file__).parents[3] / "uv.lock")
     assert reasons(lock, "torch>=2.11,<2.15", "pyyaml>=6", "opslot") == ()

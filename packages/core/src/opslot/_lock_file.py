@@ -10,6 +10,10 @@ from ._distributions import normal
 from ._errors import ConfigError
 from ._installed import Installed, versions_text
 
+# Modules that several distributions bring, of which an environment has one: torch's builds for other devices bring
+# Triton under other names.
+_PROVIDERS = {"triton": ("triton", "pytorch-triton", "pytorch-triton-rocm", "triton-rocm")}
+
 
 @dataclass(frozen=True)
 class LockFile(Installed):
@@ -23,6 +27,11 @@ class LockFile(Installed):
         return self.packages.get(normal(distribution), ())
 
     def lacks_module(self, module: str) -> str:
+        providers = _PROVIDERS.get(module, ())
+        if any(self.versions(distribution) for distribution in providers):
+            return ""
+        if providers:
+            return f"needs the module {module!r}, and none of {', '.join(providers)} is in {self}"
         return f"needs the module {module!r}, and {self} cannot tell whether it is there"
 
     def lacks(self, package: str) -> str:

@@ -185,8 +185,10 @@ class Registry:
                 f"kernel {name!r} for {contract} is offered by several distributions; "
                 f"choose one of: {_list(o.selector for o in found)}"
             )
+        absent = None if distribution else distribution_of(contract.op, names[-1])
+        wanted_distribution = normal(distribution or absent or "")
         for record in self.records:
-            meant = normal(record.distribution) == normal(distribution) if distribution else record.name in names
+            meant = normal(record.distribution) == wanted_distribution or (not distribution and record.name in names)
             who = f"kernel {name!r} for {contract}: backend {record.name!r} of {record.distribution} {record.version}"
             if meant and record.denied:
                 raise BackendError(f"{who} is {record.denied}")
@@ -194,7 +196,6 @@ class Registry:
                 raise BackendError(f"{who} failed to load: {record.message}") from record.error
         bare_names = [o.spec.name for o in offers]
         valid = [EAGER, AUTO, *(o.spec.name if bare_names.count(o.spec.name) == 1 else o.selector for o in offers)]
-        absent = None if distribution else distribution_of(contract.op, names[-1])
         selectors = [o.selector for o in offers] if distribution else valid
         hint = f"; {absent} would bring it, and is not installed" if absent else nearest(name, selectors)
         having = self.variants_with(contract.op, name)

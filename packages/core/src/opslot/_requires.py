@@ -22,7 +22,8 @@ class Requires:
     included ("sm_80..", "sm_80..sm_90"); empty means any. One match is enough.
     `packages`: distributions with version ranges ("liger-kernel>=0.8.5,<0.9"), without markers, extras or URLs.
     `modules`: top-level modules that must be importable, where no distribution name says so. A lock file cannot tell
-    whether they are there, so a kernel that names one is never usable in an answer for another machine.
+    whether they are there, so a kernel that names one is never usable in an answer for another machine; but for
+    "triton", whose distributions are known.
     """
 
     devices: tuple[str, ...] = ()

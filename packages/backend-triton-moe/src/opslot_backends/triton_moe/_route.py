@@ -11,6 +11,7 @@ from ._kernels import routing
 
 # Choices that one program counts and places: each is compared with all others of its chunk.
 _CHUNK = 512
+_SWITCH = {"": False, "0": False, "false": False, "1": True, "true": True}
 
 
 class Route(NamedTuple):
@@ -86,8 +87,11 @@ def route(index: Tensor, experts: int, tile: int) -> Route:
 
 
 def is_checking() -> bool:
-    """Whether OPSLOT_CHECK_ROUTING asks for `check`, which waits for the device."""
-    return os.environ.get("OPSLOT_CHECK_ROUTING", "") not in ("", "0")
+    """Whether OPSLOT_CHECK_ROUTING asks for `check`, which waits for the device. Raises `ValueError` for nonsense."""
+    value = os.environ.get("OPSLOT_CHECK_ROUTING", "")
+    if value.lower() not in _SWITCH:
+        raise ValueError(f"OPSLOT_CHECK_ROUTING={value!r}: write 1 or true to check, 0, false or leave it out")
+    return _SWITCH[value.lower()]
 
 
 def check(index: Tensor, experts: int) -> None:

@@ -27,6 +27,13 @@ from ._tiling import Blocks, Problem, Table
 Launch = Callable[[Blocks], Tensor]
 Timer = Callable[[Callable[[], object]], float]
 
+_SIZES = {
+    "tokens": "of a micro-batch on one rank",
+    "hidden": "hidden size of the model",
+    "inner": "intermediate size of an expert",
+    "experts": "experts of a layer on one rank",
+    "top-k": "experts of a token",
+}
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
@@ -154,12 +161,14 @@ def save(table: Table, path: Path) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name in ("tokens", "hidden", "inner", "experts", "top-k"):
-        parser.add_argument(f"--{name}", type=int, required=True)
+    for name, meaning in _SIZES.items():
+        parser.add_argument(f"--{name}", type=int, required=True, help=meaning)
     parser.add_argument("--dtype", choices=_DTYPES, default="bfloat16")
     parser.add_argument("--gpt-oss", action="store_true", help="weights as gpt-oss stores them")
     options = vars(parser.parse_args(arguments))
     dtype, paired = options.pop("dtype"), options.pop("gpt_oss")
+    if min(options.values()) < 1 or options["top_k"] > options["experts"]:
+        parser.error("sizes are positive, and no token chooses more experts than there are")
     if not torch.cuda.is_available():
         parser.error("there is no GPU to measure on")
     from triton.testing import do_bench

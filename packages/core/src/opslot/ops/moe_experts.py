@@ -268,8 +268,20 @@ def problem(
     return Sample("problem", (*_routed(draw, tokens, hidden, experts, top_k, skewed), gate_up, down))
 
 
-def problem_clamped(device: torch.device | str, dtype: torch.dtype, seed: int, **shape: int) -> Sample:
-    standard = problem(device, dtype, seed, **shape)
+def problem_clamped(
+    device: torch.device | str,
+    dtype: torch.dtype,
+    seed: int,
+    *,
+    tokens: int,
+    hidden: int,
+    inner: int,
+    experts: int,
+    top_k: int,
+    skewed: int = 0,
+) -> Sample:
+    sizes = {"tokens": tokens, "hidden": hidden, "inner": inner, "experts": experts, "top_k": top_k, "skewed": skewed}
+    standard = problem(device, dtype, seed, **sizes)
     return Sample(standard.name, (*standard.args, 10.0))
 
 
