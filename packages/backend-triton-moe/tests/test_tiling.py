@@ -47,6 +47,14 @@ def test_the_table_that_ships():
     assert Table.parse(shipped.dump()) == shipped
 
 
+@pytest.mark.parametrize("limit", [166912, 101376, 65536])
+def test_the_table_that_ships_fits_every_device_that_the_backend_claims(limit):
+    """sm_80, sm_89 and sm_120, gfx942."""
+    for problem, blocks in Table.parse(_tiling._SHIPPED.read_text(encoding="utf-8")).entries:
+        fitting = _tiling.fitted(problem.kernel, blocks, problem.itemsize, limit, hopper=False)
+        assert _tiling.shared_memory(problem.kernel, fitting, problem.itemsize, hopper=False) <= limit
+
+
 def test_the_nearest_is_taken_and_logged(device, caplog):
     small, large = Blocks(128, 128, 64, 4, 3, 2), Blocks(128, 256, 64, 8, 4)
     write(Table(*HERE, ((PRODUCT._replace(rows=64), small), (PRODUCT._replace(rows=2048), large))))

@@ -152,6 +152,8 @@ def fitted(kernel: str, blocks: Blocks, itemsize: int, limit: int, *, hopper: bo
             blocks = blocks._replace(beside=1)
         elif blocks.stages > 2:
             blocks = blocks._replace(stages=blocks.stages - 1)
+        elif kernel == "weight_gradient" and blocks.rows > 128:  # the only one whose rows are not those of a tile
+            blocks = blocks._replace(rows=blocks.rows // 2)
         elif blocks.depth > 16:
             blocks = blocks._replace(depth=blocks.depth // 2)
         elif blocks.columns > 32:
