@@ -157,6 +157,17 @@ def test_a_backward_that_is_watched_writes_over_nothing(variant, interpreter):
         assert torch.equal(got, expected)
 
 
+def test_addresses_that_no_descriptor_takes(interpreter):
+    def shifted(tensor):
+        return torch.cat((torch.zeros(1), tensor.detach().flatten()))[1:].view(tensor.shape).requires_grad_()
+
+    hidden, index, weights, gate_up, down = sample_of("standard").args
+    arguments = shifted(hidden), index, weights, shifted(gate_up), shifted(down)
+    assert any(tensor.data_ptr() % 16 for tensor in (arguments[0], *arguments[3:]))
+    found = [results(FUNCTIONS["standard"], each) for each in (arguments, sample_of("standard").args)]
+    assert all(torch.equal(got, expected) for got, expected in zip(*found, strict=True))
+
+
 @pytest.mark.parametrize("wrong", [-1, -7, 5, 1000])
 def test_an_index_that_is_no_expert_adds_nothing(wrong, interpreter):
     hidden, index, *rest = sample_of("standard", "some not mine").args
