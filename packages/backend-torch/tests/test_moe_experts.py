@@ -86,12 +86,15 @@ def test_backward_keeps_one_activation(monkeypatch, path):
     assert sorted(kept) == [(65, 1), (65, 96)]  # routing weights and gate_up, by row
 
 
-def test_autocast_with_float32_weights():
-    arguments = problem(24, 16, 8, 4, 2)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_autocast_with_float32_weights(dtype):
+    """Also for tokens that have autocast's dtype already, as what a linear layer returns."""
+    x, *others = problem(24, 16, 8, 4, 2)
+    arguments = x.detach().to(dtype).requires_grad_(), *others
     leaves = [tensor for tensor in arguments if tensor.requires_grad]
     with torch.autocast("cpu", torch.bfloat16):
         ours, theirs = moe_experts(*arguments), reference(*arguments)
-    assert ours.dtype is theirs.dtype is torch.float32
+    assert ours.dtype is theirs.dtype is dtype
     incoming = torch.randn_like(theirs)
     for mine, eager in zip(
         [ours, *torch.autograd.grad(ours, leaves, incoming)],

@@ -4,8 +4,9 @@ import opslot
 import pytest
 import torch
 from opslot.testing import check, poisoned_memory
-from opslot_backends.triton_moe import _tiling, moe_experts
+from opslot_backends.triton_moe import _grouped, _tiling, moe_experts
 from opslot_backends.triton_moe._tiling import Blocks
+from torch.utils._python_dispatch import TorchDispatchMode
 
 FUNCTIONS = {
     "standard": moe_experts.moe_experts,
@@ -84,6 +85,53 @@ def test_autocast_leaves_the_gradient_of_a_bias_exact(interpreter):
 
 
 @pytest.mark.parametrize("variant", FUNCTIONS)
+def test_autocast_casts_weights_also_for_tokens_in_its_dtype(variant, interpreter):
+    hidden, *rest = sample_of(variant, "some not mine").args
+    arguments = (hidden.detach().half().requires_grad_(), *rest)
+    reference = opslot.registry().contract("moe_experts", variant).load_reference()
+    with torch.autocast("cpu", dtype=torch.float16):
+        found = [results(function, arguments) for function in (reference, FUNCTIONS[variant])]
+    for expected, got in zip(*found, strict=True):
+        assert (got.dtype, got.shape) == (expected.dtype, expected.shape)
+        # float16 rounds to 2**-11, some ten times one after the other, of the largest.
+        assert float((got - expected).detach().abs().max()) <= 10 * 2**-11 * float(expected.detach().abs().max())
+
+
+class _Watching(TorchDispatchMode):
+    def __torch_dispatch__(self, operator, types, arguments=(), keywords=None):
+        return operator(*arguments, **keywords or {})
+
+
+@pytest.mark.parametrize("variant", FUNCTIONS)
+def test_a_second_backward_that_is_watched_reads_nothing_that_the_first_wrote(variant, interpreter):
+    arguments = sample_of(variant).args
+    leaves = [a for a in arguments if isinstance(a, torch.Tensor) and a.requires_grad]
+    out = FUNCTIONS[variant](*arguments)
+    first = torch.autograd.grad(out, leaves, out.detach().cos(), retain_graph=True)
+    with _Watching():
+        second = torch.autograd.grad(out, leaves, out.detach().cos())
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_a_backward_after_one_that_failed_halfway(interpreter, monkeypatch):
+    """As one that ran out of memory, and is called again with less held elsewhere."""
+    arguments = sample_of("standard").args
+    leaves = [a for a in arguments if isinstance(a, torch.Tensor) and a.requires_grad]
+    expected = results(FUNCTIONS["standard"], arguments)[1:]
+    out = FUNCTIONS["standard"](*arguments)
+
+    def full(*_, **__):
+        raise torch.OutOfMemoryError("no memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(_grouped, "weight_gradient", full)
+        with pytest.raises(torch.OutOfMemoryError):
+            torch.autograd.grad(out, leaves, out.detach().cos())
+    got = torch.autograd.grad(out, leaves, out.detach().cos())
+    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+
+
+@pytest.mark.parametrize("variant", FUNCTIONS)
 def test_operators_and_one_graph(variant, interpreter):
     check("moe_experts", variant, FUNCTIONS[variant], checks=("custom_ops",), samples=("one token",))
     torch._dynamo.reset()
@@ -107,6 +155,17 @@ def test_a_backward_that_is_watched_writes_over_nothing(variant, interpreter):
     arguments = sample_of(variant).args
     for got, expected in zip(results(checkpointed, arguments), results(FUNCTIONS[variant], arguments), strict=True):
         assert torch.equal(got, expected)
+
+
+def test_addresses_that_no_descriptor_takes(interpreter):
+    def shifted(tensor):
+        return torch.cat((torch.zeros(1), tensor.detach().flatten()))[1:].view(tensor.shape).requires_grad_()
+
+    hidden, index, weights, gate_up, down = sample_of("standard").args
+    arguments = shifted(hidden), index, weights, shifted(gate_up), shifted(down)
+    assert any(tensor.data_ptr() % 16 for tensor in (arguments[0], *arguments[3:]))
+    found = [results(FUNCTIONS["standard"], each) for each in (arguments, sample_of("standard").args)]
+    assert all(torch.equal(got, expected) for got, expected in zip(*found, strict=True))
 
 
 @pytest.mark.parametrize("wrong", [-1, -7, 5, 1000])
@@ -139,6 +198,21 @@ def test_nan_of_a_token_stays_with_its_experts(interpreter):
     assert d_gate_up[mine].isnan().any()
     assert d_gate_up[others].isfinite().all()
     assert d_down[others].isfinite().all()
+
+
+@pytest.mark.parametrize("variant", ["clamped", "gpt_oss"])
+def test_what_lies_at_the_limit_has_its_gradient(variant, interpreter):
+    hidden, index, weights, gate_up, *rest = sample_of(variant).args
+    limit = rest[-1]
+    first = torch.zeros_like(hidden, requires_grad=False)
+    first[:, 0] = 1
+    # Whole numbers around the limit, so that no rounding decides on which side of it they lie.
+    stored = torch.zeros_like(gate_up, requires_grad=False)
+    feature = stored[:, 0] if variant == "gpt_oss" else stored[..., 0]
+    feature[:] = torch.tensor([limit, -limit, limit + 1, -limit - 1, 1]).repeat(feature.shape[1])[: feature.shape[1]]
+    if variant == "gpt_oss":
+        rest[0] = torch.zeros_like(rest[0]).requires_grad_()
+    assert_as_the_reference(variant, (first.requires_grad_(), index, weights, stored.requires_grad_(), *rest))
 
 
 @pytest.mark.slow

@@ -5,8 +5,17 @@ import torch
 from opslot.testing import poisoned_memory
 from opslot_backends.triton_moe._route import check, is_checking, route
 
-# T, K, E, tile: chunks of choices that end in the middle, experts around powers of two, more experts than choices.
-SIZES = [(33, 2, 8, 16), (300, 3, 5, 16), (1, 1, 1, 16), (40, 9, 129, 16), (1000, 8, 3, 128), (171, 3, 7, 64)]
+# T, K, E, tile: chunks of choices that end in the middle, experts around powers of two, more experts than choices, and
+# more chunks than `layout` looks at in one step.
+SIZES = [
+    (33, 2, 8, 16),
+    (300, 3, 5, 16),
+    (1, 1, 1, 16),
+    (40, 9, 129, 16),
+    (1000, 8, 3, 128),
+    (171, 3, 7, 64),
+    (1400, 3, 600, 16),
+]
 
 
 def by_hand(index, experts, tile):

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 
 import pytest
 import torch
@@ -23,10 +24,10 @@ def device(monkeypatch, tmp_path):
     monkeypatch.setattr(_tiling, "is_hopper", lambda device: True)
     monkeypatch.setattr(_tiling, "minor_version", lambda: minor)
     monkeypatch.setattr(_tiling, "source", lambda: source)
-    for cached in (_tiling._nearest, _tiling.tables):
+    for cached in (_tiling._nearest, _tiling.tables, _tiling._say):
         cached.cache_clear()
     yield torch.device("cuda", 0)
-    for cached in (_tiling._nearest, _tiling.tables):
+    for cached in (_tiling._nearest, _tiling.tables, _tiling._say):
         cached.cache_clear()
 
 
@@ -47,6 +48,14 @@ def test_the_table_that_ships():
     assert Table.parse(shipped.dump()) == shipped
 
 
+@pytest.mark.parametrize("limit", [166912, 101376, 65536])
+def test_the_table_that_ships_fits_every_device_that_the_backend_claims(limit):
+    """sm_80, sm_89 and sm_120, gfx942."""
+    for problem, blocks in Table.parse(_tiling._SHIPPED.read_text(encoding="utf-8")).entries:
+        fitting = _tiling.fitted(problem.kernel, blocks, problem.itemsize, limit, hopper=False)
+        assert _tiling.shared_memory(problem.kernel, fitting, problem.itemsize, hopper=False) <= limit
+
+
 def test_the_nearest_is_taken_and_logged(device, caplog):
     small, large = Blocks(128, 128, 64, 4, 3, 2), Blocks(128, 256, 64, 8, 4)
     write(Table(*HERE, ((PRODUCT._replace(rows=64), small), (PRODUCT._replace(rows=2048), large))))
@@ -58,6 +67,17 @@ def test_the_nearest_is_taken_and_logged(device, caplog):
     caplog.clear()
     assert _tiling._nearest(PRODUCT._replace(rows=64), device) == small
     assert "measured for" not in caplog.text
+
+
+def test_a_notice_comes_once_for_any_number_of_tokens(device, monkeypatch, caplog):
+    write(Table(*HERE, ((PRODUCT, Blocks(128, 256, 64, 8, 4)),)))
+    monkeypatch.setattr(_tiling, "describe", lambda device: (HERE[0], 150_000))
+    with caplog.at_level(logging.INFO):
+        for rows in range(500, 511):
+            _tiling._nearest(PRODUCT._replace(rows=rows), device)
+    notices = [record.getMessage() for record in caplog.records]
+    assert sum("measured for" in notice for notice in notices) == 1
+    assert sum("too much shared memory" in notice for notice in notices) == 1
 
 
 def test_of_equals_the_users_own_goes_first(device):
@@ -197,6 +217,30 @@ def test_what_was_measured_is_kept_beside_what_was_there(device):
     tune.save(Table(*HERE, ((first, new),)), path)
     assert _tiling.own_table(HERE[0]) == Table(*HERE, ((second, old), (first, new)))
     assert [file.name for file in path.parent.iterdir()] == [path.name]
+
+
+def test_the_cache_is_for_its_owner_alone(device, monkeypatch, tmp_path):
+    """Else opslot-models, whose cache lies beside it, refuses it where the umask lets a group write."""
+    monkeypatch.setenv("OPSLOT_CACHE", str(tmp_path / "opslot"))
+    path, before = _tiling.cache_path(HERE[0]), os.umask(0o002)
+    try:
+        tune.save(Table(*HERE, ()), path)
+    finally:
+        os.umask(before)
+    assert [folder.stat().st_mode & 0o777 for folder in path.parents[:2]] == [0o700, 0o700]
+
+
+@pytest.mark.parametrize("home", ["/home/somebody", None])
+def test_the_cache_without_a_variable_of_ours(home, device, monkeypatch):
+    monkeypatch.delenv("OPSLOT_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path.replace("~", home) if home else path)
+    if home:
+        assert _tiling.cache_path(HERE[0]).is_relative_to("/home/somebody/.cache/opslot")
+    else:
+        assert _tiling.own_table(HERE[0]) is None
+        with pytest.raises(ValueError, match=r"no home folder, .* set OPSLOT_CACHE"):
+            _tiling.cache_path(HERE[0])
 
 
 def test_a_cache_that_depends_on_the_working_directory_is_refused(device, monkeypatch):

@@ -25,8 +25,8 @@ def moe_experts(
             f"got {list(top_k_index.shape)} and {list(top_k_weights.shape)}"
         )
     dtype = matmul_dtype(hidden_states)
-    if dtype != hidden_states.dtype:  # autocast
-        gate_up, down = gate_up.to(dtype), down.to(dtype)
+    # Each for itself: under autocast the tokens may have its dtype already, and the weights not.
+    gate_up, down = gate_up.to(matmul_dtype(gate_up)), down.to(matmul_dtype(down))
     if gate_up.dtype != dtype or down.dtype != dtype:
         raise ValueError(
             f"moe_experts/standard: torch needs one dtype, got hidden_states {dtype}, gate_up {gate_up.dtype} and "

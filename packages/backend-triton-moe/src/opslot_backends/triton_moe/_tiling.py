@@ -152,6 +152,8 @@ def fitted(kernel: str, blocks: Blocks, itemsize: int, limit: int, *, hopper: bo
             blocks = blocks._replace(beside=1)
         elif blocks.stages > 2:
             blocks = blocks._replace(stages=blocks.stages - 1)
+        elif kernel == "weight_gradient" and blocks.rows > 128:  # the only one whose rows are not those of a tile
+            blocks = blocks._replace(rows=blocks.rows // 2)
         elif blocks.depth > 16:
             blocks = blocks._replace(depth=blocks.depth // 2)
         elif blocks.columns > 32:
@@ -174,12 +176,18 @@ def _nearest(problem: Problem, device: torch.device) -> Blocks:
     found, measured = min(alike, key=lambda entry: _distance(entry[0], problem))
     fitting = fitted(problem.kernel, measured, problem.itemsize, limit, hopper=is_hopper(device))
     if found != problem:
-        _log.info("%s takes %s, measured for %s. To measure: %s", problem, fitting, found, _TUNE)
+        text = "%s of %d columns and depth %d takes %s, measured for %s. To measure: %s"
+        _say(logging.INFO, text, problem.kernel, problem.columns, problem.depth, fitting, found, _TUNE)
     if fitting != measured:
-        _log.warning(
-            "%s: %s takes too much shared memory here, %s fits. To measure: %s", problem, measured, fitting, _TUNE
-        )
+        text = "%s: %s takes too much shared memory here, %s fits. To measure: %s"
+        _say(logging.WARNING, text, problem.kernel, measured, fitting, _TUNE)
     return fitting
+
+
+@lru_cache(maxsize=1024)
+def _say(level: int, text: str, *what: object) -> None:
+    """Once: where every step has another number of tokens, each is another problem."""
+    _log.log(level, text, *what)
 
 
 def _distance(one: Problem, other: Problem) -> float:
@@ -206,6 +214,8 @@ def tables(device: str) -> tuple[Table, ...]:
 
 def own_table(device: str) -> Table | None:
     """What the user measured on such a device, with this Triton and these kernels."""
+    if _base() is None:
+        return None
     path = cache_path(device)
     try:
         own = Table.parse(path.read_text(encoding="utf-8"))
@@ -233,12 +243,24 @@ def describe(device: torch.device) -> tuple[str, int]:
 
 def cache_path(device: str) -> Path:
     """Where `tune` keeps what it measured: one file for a device, a minor version of Triton and a source."""
-    told, home = os.environ.get("OPSLOT_CACHE"), os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    base = Path(told) if told else Path(home).expanduser() / "opslot"
-    if not base.is_absolute():
-        raise ValueError(f"OPSLOT_CACHE={told!r}: write an absolute path")
+    base = _base()
+    if base is None:
+        raise ValueError("this user has no home folder, where the cache would be: set OPSLOT_CACHE to an absolute path")
     name = "".join(letter if letter.isalnum() else "-" for letter in device.lower())
     return base / "triton-moe" / f"{name}-triton-{minor_version()}-{source()}.json"
+
+
+def _base() -> Path | None:
+    """The cache of opslot's packages: none for a user without a home, as in a container."""
+    if told := os.environ.get("OPSLOT_CACHE"):
+        if not Path(told).is_absolute():
+            raise ValueError(f"OPSLOT_CACHE={told!r}: write an absolute path")
+        return Path(told)
+    # A relative one is to be ignored, says the XDG base directory specification.
+    for home in (os.environ.get("XDG_CACHE_HOME", ""), os.path.expanduser("~/.cache")):
+        if os.path.isabs(home):
+            return Path(home) / "opslot"
+    return None
 
 
 def minor_version() -> str:

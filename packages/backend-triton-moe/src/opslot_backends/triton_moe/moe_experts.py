@@ -73,12 +73,12 @@ def _experts(
 ) -> Tensor:
     _check(variant, maths, hidden_states, index, weights, gate_up, gate_up_bias, down, down_bias)
     dtype = matmul_dtype(hidden_states)
-    parameters = {"gate_up": gate_up, "gate_up_bias": gate_up_bias, "down": down, "down_bias": down_bias}
+    named = {"gate_up": gate_up, "gate_up_bias": gate_up_bias, "down": down, "down_bias": down_bias}
+    # Each for itself: under autocast the tokens may have its dtype already, and the weights not.
+    parameters = {name: None if given is None else given.to(matmul_dtype(given)) for name, given in named.items()}
     apart = None
-    if dtype != hidden_states.dtype:  # autocast
-        parameters = {name: None if given is None else given.to(dtype) for name, given in parameters.items()}
-        if down_bias is not None:
-            apart, parameters["down_bias"] = down_bias, torch.zeros_like(down_bias, dtype=dtype)
+    if down_bias is not None and parameters["down_bias"] is not down_bias:  # autocast
+        apart, parameters["down_bias"] = down_bias, torch.zeros_like(down_bias, dtype=dtype)
     others = {name: given.dtype for name, given in parameters.items() if given is not None and given.dtype != dtype}
     if others:
         raise ValueError(
@@ -205,11 +205,12 @@ class _Experts(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         saved, want = ctx.saved_tensors, list(ctx.needs_input_grad[6:])
         arguments: list[Any] = [grad, *saved, *ctx.maths, want]
+        written = ctx.written
         if has_addresses(grad, *saved):
-            gradients = _backward(True, ctx.written, *arguments)
-            ctx.written = True
+            ctx.written = True  # also where what follows fails halfway, and is called again
+            gradients = _backward(True, written, *arguments)
         else:
-            gradients = _backward_op(*arguments)
+            gradients = _backward_op(written, *arguments)
         found = iter(gradients)
         return *(None,) * 6, *(next(found) if wanted else None for wanted in want)
 
@@ -324,9 +325,9 @@ _forward_op = torch.library.custom_op(
 )
 _backward_op = torch.library.custom_op(
     "opslot_triton_moe::experts_backward",
-    lambda *arguments: _backward(False, False, *arguments),
+    lambda *arguments: _backward(False, *arguments),
     mutates_args=(),
-    schema="(Tensor grad, Tensor x, Tensor weights, Tensor gate_up, Tensor? gate_up_bias, Tensor down, "
+    schema="(bool written, Tensor grad, Tensor x, Tensor weights, Tensor gate_up, Tensor? gate_up_bias, Tensor down, "
     "Tensor? down_bias, Tensor hidden, Tensor choice, Tensor place, Tensor expert, Tensor tiles, Tensor first, "
     "Tensor size, float alpha, float limit, float offset, bool paired, bool[] want) -> Tensor[]",
 )
@@ -367,5 +368,5 @@ def _(
 
 
 @_backward_op.register_fake
-def _(grad: Tensor, *arguments: Any) -> list[Tensor]:
+def _(written: bool, grad: Tensor, *arguments: Any) -> list[Tensor]:
     return [given.new_empty(given.shape) for given, wanted in zip(arguments, arguments[-1], strict=False) if wanted]

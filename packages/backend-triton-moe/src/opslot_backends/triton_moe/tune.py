@@ -151,7 +151,9 @@ def measured(shapes: Sequence[dict[str, int]], dtype: str, device: str, paired: 
 
 def save(table: Table, path: Path) -> None:
     """Into a file, with what it has of the same device, Triton and source. No other process sees half of it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    # For their owner alone, as opslot-models, which keeps code beside it, wants the cache.
+    path.parent.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    path.parent.mkdir(mode=0o700, exist_ok=True)
     old = _tiling.own_table(table.device)
     whole = table if old is None else _tiling.merged(old, table.entries)
     with NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as file:
