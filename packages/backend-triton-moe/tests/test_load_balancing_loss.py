@@ -1,5 +1,6 @@
 """The balancing loss of all layers at once: which experts are chosen, how layers share launches, what is odd."""
 
+import opslot
 import pytest
 import torch
 from opslot import KernelUnavailable
@@ -236,3 +237,9 @@ def test_refusals():
         kernel(layers, 4, 2, torch.ones(2, 1, 3, 3))
     with pytest.raises(ValueError, match=r"got \[9\] for layers of \[9, 6\] tokens"):
         kernel((*layers_of(1, 9, 4), *layers_of(1, 6, 4)), 4, 2, torch.ones(9))
+
+
+def test_a_mask_that_wants_a_gradient_is_refused():
+    mask = torch.ones(4, requires_grad=True)
+    with pytest.raises(opslot.KernelUnavailable, match="gives attention_mask no gradient"):
+        kernel((torch.randn(4, 3),), 3, 1, mask)

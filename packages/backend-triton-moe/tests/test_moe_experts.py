@@ -241,9 +241,46 @@ def test_shapes_that_do_not_belong_together_are_refused():
         ((hidden, index, weights, gate_up.half(), down), "gate_up of torch.float16"),
         ((hidden, index, weights, gate_up, down.to("meta")), "other arguments on meta"),
         ((hidden[None], index, weights, gate_up, down), r"hidden_states must be \[T, H\]"),
+        ((hidden[:, :0], index, weights, gate_up[..., :0], down[:, :0]), r"hidden_states must be \[T, H\]"),
+        ((hidden.double(), index, weights, gate_up, down), "got torch.float64: choose eager"),
     ):
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises((ValueError, opslot.KernelUnavailable), match=message):
             moe_experts.moe_experts(*wrong)
+
+
+def test_no_tokens_with_an_index_that_cannot_hold_the_number_of_experts(interpreter):
+    x, weights = torch.zeros(0, 8), torch.zeros(0, 2)
+    index = torch.zeros(0, 2, dtype=torch.uint8)
+    out = moe_experts.moe_experts(x, index, weights, torch.ones(300, 8, 8), torch.ones(300, 8, 4))
+    assert out.shape == (0, 8)
+
+
+def test_the_output_is_contiguous_also_where_sizes_were_padded(interpreter):
+    sample = sample_of("standard", "odd inner size").args
+    hidden, index, weights, gate_up, down = (a[:3] if number < 3 else a for number, a in enumerate(sample))
+    out = moe_experts.moe_experts(hidden[:, :7], index, weights, gate_up[..., :7], down[:, :7])
+    assert out.is_contiguous()
+
+
+def test_a_hidden_state_that_was_watched_is_not_written_over(interpreter):
+    """A mode that was there in forward alone may have kept what the operator returned."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    kept = []
+
+    class Keeping(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            out = function(*args, **(kwargs or {}))
+            if "experts" in str(function):
+                kept.append((out[1], out[1].clone()))
+            return out
+
+    arguments = sample_of("standard").args
+    with Keeping():
+        out = moe_experts.moe_experts(*arguments)
+    out.sum().backward()
+    ((hidden, before),) = kept
+    assert torch.equal(hidden, before)
 
 
 @pytest.mark.parametrize("variant", FUNCTIONS)

@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import subprocess
 import sys
 
 import pytest
@@ -338,6 +339,17 @@ def test_everything_is_as_it_was_also_after_an_error():
     assert triton.runtime.interpreter.InterpretedFunction.rewritten_fn == rewritten
     with pytest.raises((RuntimeError, ValueError), match=r"active drivers|cannot be accessed from Triton"):
         softmax(torch.ones(2, 3))
+
+
+def test_the_compiler_that_is_first_used_afterwards_is_whole():
+    code = (
+        "from opslot.testing import triton_interpreter\n"
+        "with triton_interpreter():\n"
+        "    from triton.compiler.code_generator import CodeGenerator\n"
+        "import triton.language as tl\n"
+        "assert CodeGenerator.builtin_namespace['min'] is tl.core.builtin_min"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_a_device_function_is_still_no_kernel(interpreter):

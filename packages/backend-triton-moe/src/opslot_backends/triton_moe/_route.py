@@ -98,6 +98,7 @@ def check(index: Tensor, experts: int) -> None:
     """Raise `ValueError` for an index that is neither an expert nor `experts`, naming the first."""
     if index.is_cuda and torch.cuda.is_current_stream_capturing():
         raise ValueError("OPSLOT_CHECK_ROUTING reads indices, which a CUDA graph cannot while it is captured: unset it")
+    index = index.long()
     wrong = ((index < 0) | (index > experts)).nonzero()
     if len(wrong):
         token, choice = wrong[0].tolist()

@@ -70,7 +70,7 @@ class Table:
             data = json.loads(text)
             entries = tuple((Problem(**entry["problem"]), Blocks(**entry["blocks"])) for entry in data["entries"])
             table = Table(data["device"], data["triton"], data["source"], entries)
-        except (KeyError, TypeError) as error:
+        except (KeyError, TypeError, RecursionError) as error:
             raise ValueError(f"not a table of blocks: {error!r}") from error
         for problem, blocks in entries:
             sizes = (*problem[1:], *blocks)
@@ -78,6 +78,8 @@ class Table:
                 raise ValueError(f"not a problem and its blocks: {problem}, {blocks}")
             if any(size & (size - 1) for size in (*blocks[:4], blocks.beside, problem.tile)):
                 raise ValueError(f"blocks and tiles are powers of two, got {blocks} for {problem}")
+            if min(blocks[:3]) < 16 or max(blocks[:3]) > 256 or blocks.warps > 16:
+                raise ValueError(f"blocks of 16 to 256 on a side and at most 16 warps, got {blocks} for {problem}")
             if blocks.rows != problem.tile and problem.kernel != "weight_gradient":
                 raise ValueError(f"rows of a block are those of a tile, got {blocks} for {problem}")
             if problem.kernel == "weight_gradient" and blocks.depth > padding(problem.tile):
@@ -154,10 +156,14 @@ def fitted(kernel: str, blocks: Blocks, itemsize: int, limit: int, *, hopper: bo
             blocks = blocks._replace(stages=blocks.stages - 1)
         elif kernel == "weight_gradient" and blocks.rows > 128:  # the only one whose rows are not those of a tile
             blocks = blocks._replace(rows=blocks.rows // 2)
-        elif blocks.depth > 16:
+        elif blocks.columns > 64:
+            blocks = blocks._replace(columns=blocks.columns // 2)
+        elif blocks.depth > 32:
             blocks = blocks._replace(depth=blocks.depth // 2)
         elif blocks.columns > 32:
             blocks = blocks._replace(columns=blocks.columns // 2)
+        elif blocks.depth > 16:
+            blocks = blocks._replace(depth=blocks.depth // 2)
         else:
             raise ValueError(
                 f"moe_experts: {limit} bytes of shared memory hold no blocks of triton's, which take {taken}: "

@@ -52,6 +52,10 @@ def load_balancing_loss(
         )
     weights = None
     if attention_mask is not None:
+        if attention_mask.requires_grad:
+            raise KernelUnavailable(
+                "load_balancing_loss/standard: triton gives attention_mask no gradient, and it wants one: choose eager"
+            )
         tokens = attention_mask.numel()
         if attention_mask.dim() > 2 or any(x.shape[0] != tokens for x in different):
             raise ValueError(

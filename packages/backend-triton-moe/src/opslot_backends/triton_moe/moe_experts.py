@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from opslot import KernelUnavailable
 from opslot.autograd import first_order, has_addresses, matmul_dtype
 from torch import Tensor
 
@@ -95,12 +96,12 @@ def _experts(
         x, weights, index = (
             F.pad(x, (0, 0, 0, 1)),
             F.pad(weights, (0, 0, 0, 1)),
-            F.pad(index, (0, 0, 0, 1), value=experts),
+            F.pad(index.long(), (0, 0, 0, 1), value=experts),
         )
     given = x, weights, *parameters.values()
     keep = torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in given)
     out: Tensor = _Experts.apply(index, keep, *maths, *given)  # type: ignore[no-untyped-call]
-    out = out[:tokens, :width].to(hidden_states.dtype)
+    out = out[:tokens, :width].contiguous().to(hidden_states.dtype)
     return out if apart is None else out + _routed_bias(index[:tokens], weights[:tokens], apart).to(out.dtype)
 
 
@@ -130,6 +131,10 @@ def _check(
         )
     if index.is_floating_point() or index.dtype is torch.bool:
         raise ValueError(f"moe_experts/{variant}: top_k_index must be of integers, got {index.dtype}")
+    if x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise KernelUnavailable(
+            f"moe_experts/{variant}: triton takes float32, bfloat16 and float16, got {x.dtype}: choose eager"
+        )
     if x.dim() != 2 or gate_up.dim() != 3 or down.dim() != 3:
         raise ValueError(
             f"moe_experts/{variant}: hidden_states must be [T, H], gate_up and down of three dimensions, got "
@@ -144,7 +149,11 @@ def _check(
         text = "gate_up [E, H, 2I], down [E, I, H], gate_up_bias [E, 2I] and down_bias [E, H]"
         expected = [(experts, width, 2 * inner), (experts, inner, width), (experts, 2 * inner), (experts, width)]
         given += [gate_up_bias, down_bias]
-    if x.shape[0] != index.shape[0] or [tuple(tensor.shape) for tensor in given] != expected or 0 in (experts, inner):
+    if (
+        x.shape[0] != index.shape[0]
+        or [tuple(tensor.shape) for tensor in given] != expected
+        or 0 in (experts, inner, width)
+    ):
         raise ValueError(
             f"moe_experts/{variant}: hidden_states must be [T, H], {text}, got "
             f"{', '.join(str(list(tensor.shape)) for tensor in (x, *given))} for choices of {index.shape[0]} tokens"
@@ -194,10 +203,12 @@ class _Experts(torch.autograd.Function):
     ) -> Tensor:
         given = x, weights, gate_up, gate_up_bias, down, down_bias
         arguments: list[Any] = [*given, index, alpha, limit, offset, paired, keep]
-        out, *kept = _forward(False, *arguments) if has_addresses(index, *given) else _forward_op(*arguments)
+        plain = has_addresses(index, *given)
+        out, *kept = _forward(False, *arguments) if plain else _forward_op(*arguments)
         if keep:
             ctx.save_for_backward(*given, *kept)
-        ctx.maths, ctx.written = (alpha, limit, offset, paired), False
+        # What an operator returned may be kept by whoever watched, so that backward does not write over it.
+        ctx.maths, ctx.written, ctx.plain = (alpha, limit, offset, paired), False, plain
         return out
 
     @staticmethod
@@ -207,8 +218,10 @@ class _Experts(torch.autograd.Function):
         arguments: list[Any] = [grad, *saved, *ctx.maths, want]
         written = ctx.written
         if has_addresses(grad, *saved):
-            ctx.written = True  # also where what follows fails halfway, and is called again
-            gradients = _backward(True, written, *arguments)
+            # The graph of a backward alone may be replayed several times, whatever was written before.
+            overwrite = ctx.plain and not (grad.is_cuda and torch.cuda.is_current_stream_capturing())
+            ctx.written |= overwrite  # also where what follows fails halfway, and is called again
+            gradients = _backward(overwrite, written, *arguments)
         else:
             gradients = _backward_op(written, *arguments)
         found = iter(gradients)

@@ -134,6 +134,8 @@ def best(launch: Launch, rows: Tensor | slice, tried: Sequence[Blocks], timer: T
             continue
         found.append((timer(lambda blocks=blocks: launch(blocks)), blocks))  # type: ignore[misc]
         print(f"  {found[-1][0]:.3f} ms {blocks}")
+    if not found:
+        raise ValueError(f"none of {len(tried)} candidates runs on this device")
     return min(found)[1]
 
 
@@ -171,6 +173,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     dtype, paired = options.pop("dtype"), options.pop("gpt_oss")
     if min(options.values()) < 1 or options["top_k"] > options["experts"]:
         parser.error("sizes are positive, and no token chooses more experts than there are")
+    unit = 16 // _DTYPES[dtype].itemsize
+    if options["hidden"] % unit or options["inner"] % unit:
+        parser.error(f"hidden and inner are padded to multiples of {unit} in {dtype}: give what they are padded to")
     if not torch.cuda.is_available():
         parser.error("there is no GPU to measure on")
     from triton.testing import do_bench

@@ -36,6 +36,8 @@ def triton_interpreter() -> Iterator[None]:
     stay hidden, as do limits of a device (shared memory, TF32, alignment). Not for several threads at once.
     """
     try:
+        # Which keeps functions of `tl` from when it is imported: not those of in here.
+        import triton.compiler.code_generator  # noqa: F401
         import triton.language as tl
         from triton.runtime import autotuner, interpreter, jit
     except ImportError as error:
