@@ -114,7 +114,8 @@ def test_the_main_job_picks_it_up(fresh):
 
 
 def test_models_train_without_any_backend_and_auto_says_why(fresh):
-    fresh("python", "-m", "pip", "uninstall", "-qy", "opslot-backend-acme", "opslot-backend-torch")
+    backends = [f"opslot-backend-{name}" for name in ("acme", "liger", "torch", "triton-moe")]
+    fresh("python", "-m", "pip", "uninstall", "-qy", *backends)
     out = fresh("opslot-train", "--steps", "2", "--no-compare", "--output", "out")
     assert "auto: no installed backend offers a kernel" in out
     binding = json.loads(fresh("python", "-c", "print(open('out/binding.json').read())"))
