@@ -50,7 +50,8 @@ def _experts(variant: str, function: str, summary: str, **more: Any) -> KernelSp
         summary,
         nested="_tiling:implementation",
         **more,
-        # Products of float32 are three of TF32, which leave out what two small parts make.
+        # Products of float32 are three of TF32, which leave out what two small parts make: 1.5 to 1.9 times eager's
+        # error on an H200 (docs/results/2026-11-30-h200-triton-moe-first-failures.json).
         rms_error=(("float32", 2.5),),
     )
 
@@ -71,7 +72,7 @@ BACKEND = Backend(
             _BALANCE,
             priority=Priority.TUNED,
             measured=_MEASURED,
-            # Triton's exp is a fast one.
+            # Triton's exp is a fast one: 2.7 times eager's error, of the same result.
             rms_error=(("float32", 3.5),),
         ),
         _experts("standard", "moe_experts", _SORTED, priority=Priority.TUNED, measured=_MEASURED),

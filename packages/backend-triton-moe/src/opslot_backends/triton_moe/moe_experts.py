@@ -347,26 +347,14 @@ _backward_op = torch.library.custom_op(
 
 
 @_forward_op.register_fake
-def _(
-    x: Tensor,
-    weights: Tensor,
-    gate_up: Tensor,
-    gate_up_bias: Tensor | None,
-    down: Tensor,
-    down_bias: Tensor | None,
-    index: Tensor,
-    alpha: float,
-    limit: float,
-    offset: float,
-    paired: bool,
-    keep: bool,
-) -> list[Tensor]:
+def _(x: Tensor, *arguments: Any) -> list[Tensor]:
+    _, gate_up, _, down, _, index, *_, paired, keep = arguments
     experts, choices = down.shape[0], index.shape[0] * index.shape[1]
     tile = _tiling.tile(x, choices, experts)
     rows = rows_of(choices, experts, tile)
 
     def integers(size: int) -> Tensor:
-        return index.new_empty(size, dtype=torch.int32)
+        return x.new_empty(size, dtype=torch.int32)
 
     return [
         x.new_empty(x.shape),
