@@ -1,10 +1,7 @@
 """adopt before and after FSDP2 and tensor parallelism, in two gloo processes that go through every scenario."""
 
-import contextlib
 import copy
 import os
-import queue
-import socket
 from datetime import timedelta
 
 import pytest
@@ -18,6 +15,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
+
+from packages.models.tests.ranks import run_ranks
 
 WORLD = 2
 SMALL = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8}
@@ -211,37 +210,11 @@ def work(rank, port, folder, results):
     dist.barrier()  # the rank with the store leaves last
 
 
-def _wait(results, processes):
-    """For one rank to finish; when one fails, the other waits in a collective, and nobody need wait for that."""
-    for _ in range(240):
-        with contextlib.suppress(queue.Empty):
-            return results.get(timeout=1)
-        if any(process.exitcode not in (None, 0) for process in processes):
-            for process in processes:
-                process.kill()
-            pytest.fail("a rank failed, see above")
-    return pytest.fail("the ranks hang")
-
-
 @pytest.fixture(scope="module")
 def said(tmp_path_factory):
     """What rank 0 says; of what rank 1 says, only the losses are others."""
-    context = torch.multiprocessing.get_context("spawn")
-    results = context.Queue()
     folder = tmp_path_factory.mktemp("ranks")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    processes = [context.Process(target=work, args=(rank, port, str(folder), results)) for rank in range(WORLD)]
-    for process in processes:
-        process.start()
-    try:
-        for _ in processes:
-            _wait(results, processes)
-    finally:
-        for process in processes:
-            process.join(20)
-            process.kill()
+    run_ranks(work, WORLD, folder)
     return torch.load(folder / "0", weights_only=False)
 
 

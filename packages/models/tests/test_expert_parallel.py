@@ -6,16 +6,13 @@ expert for tokens of the others. What a rank runs takes its device, its process 
 the tests on the CPU and on two GPUs are the same.
 """
 
-import contextlib
 import copy
 import dataclasses
 import importlib.util
 import itertools
 import os
-import queue
 import re
 import shlex
-import socket
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -32,6 +29,8 @@ from opslot_models import adopt, build_foundation_model, unadopt
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, DeepseekV3Config, GptOssConfig, MixtralConfig, Qwen3MoeConfig
 from transformers.distributed import DistributedConfig
+
+from packages.models.tests.ranks import run_ranks
 
 ROOT = Path(__file__).parents[3]
 USING, EXAMPLE = ROOT / "docs/using.md", ROOT / "examples/expert_parallel.py"
@@ -325,40 +324,12 @@ def work(rank, port, folder, results, machine, wanted):
     dist.destroy_process_group()
 
 
-def _wait(results, processes):
-    """For one rank to finish; when one fails, the other waits in a collective, and nobody need wait for that."""
-    for _ in range(240):
-        with contextlib.suppress(queue.Empty):
-            return results.get(timeout=1)
-        if any(process.exitcode not in (None, 0) for process in processes):
-            for process in processes:
-                process.kill()
-            pytest.fail("a rank failed, see above")
-    return pytest.fail("the ranks hang")
-
-
 def run(folder, machine, wanted):
     """What each rank says of the scenarios that are wanted."""
-    context = torch.multiprocessing.get_context("spawn")
-    results = context.Queue()
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    processes = [
-        context.Process(target=work, args=(rank, port, str(folder), results, machine, wanted)) for rank in range(WORLD)
-    ]
     with pytest.MonkeyPatch.context() as patch:
         if machine.device == "cpu":
             patch.setenv("CUDA_VISIBLE_DEVICES", "")  # transformers takes the accelerator that it sees
-        for process in processes:
-            process.start()
-    try:
-        for _ in processes:
-            _wait(results, processes)
-    finally:
-        for process in processes:
-            process.join(20)
-            process.kill()
+        run_ranks(work, WORLD, folder, machine, wanted)
     return [torch.load(folder / str(rank), weights_only=False) for rank in range(WORLD)]
 
 
