@@ -10,7 +10,9 @@ measured in each of them; the L2 cache is overwritten before every run. Times ar
 one forward and backward without inputs, weights and their gradients.
 
 Also the loss that balances experts, of 48 layers: there the time of the host counts, so calls follow one another and
-the clock stops when the last is done. `device_ms` is what its kernels take in sum.
+the clock stops when the last is done. `device_ms` is what its kernels take in sum, `graph_ms` what the same call takes
+as a CUDA graph, and the floor of the host is an autograd function of the same inputs that computes nothing.
+`--shapes` without a name measures only that.
 """
 
 import argparse
@@ -127,6 +129,16 @@ def device_milliseconds(run: Run, device: str, repeats: int = 5) -> float | None
     return sum(event.self_device_time_total for event in found.key_averages()) / repeats / 1e3
 
 
+def graph_milliseconds(run: Run, device: str) -> float | None:
+    """Of one call, captured in a CUDA graph and replayed."""
+    if device == "cpu":
+        return None
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return wall_milliseconds(graph.replay, device)
+
+
 def dense_rate(device: str, size: int) -> float:
     """TFLOP/s of one bf16 product."""
     a, b = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
@@ -187,20 +199,39 @@ def balance(options: argparse.Namespace) -> dict[str, Any]:
         sizes = {**sizes, "layers": 2, "tokens": options.largest}
     sample: Any = workload.problem(options.device, getattr(torch, options.dtype), 0, **sizes)  # type: ignore[operator]
     kernel = registry().load(registry().offer("load_balancing_loss", "standard", options.kernel))
+    candidates = {
+        options.kernel: kernel,
+        "transformers": modeling_qwen3_moe.load_balancing_loss_func,
+        "floor of the host": lambda layers, *_: Nothing.apply(*layers),
+    }
     found = {}
-    for name, function in ((options.kernel, kernel), ("transformers", modeling_qwen3_moe.load_balancing_loss_func)):
+    for name, function in candidates.items():
 
         def run(function: Any = function) -> Any:
             return torch.autograd.grad(function(*sample.args), sample.args[0])
 
         times = [wall_milliseconds(run, options.device) for _ in range(options.rounds)]
-        found[name] = {
-            "forward_backward_ms": statistics.median(times),
-            "spread": [min(times), max(times)],
-            "device_ms": device_milliseconds(run, options.device),
-        }
+        found[name] = {"forward_backward_ms": statistics.median(times), "spread": [min(times), max(times)]}
+        if function is not candidates["floor of the host"]:
+            found[name]["device_ms"] = device_milliseconds(run, options.device)
+        if function is kernel:
+            found[name]["graph_ms"] = graph_milliseconds(run, options.device)
         print(f"{name}: {found[name]}", flush=True)
     return {**sizes, "candidates": found}
+
+
+class Nothing(torch.autograd.Function):
+    """Of the layers of a loss what any autograd function does: one output, and a gradient for each of them."""
+
+    @staticmethod
+    def forward(ctx: Any, *layers: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(*layers)
+        return layers[0].new_empty(())
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        layers = ctx.saved_tensors
+        return tuple(layers[0].new_empty(len(layers), *layers[0].shape).unbind())
 
 
 def main() -> int:
@@ -210,7 +241,7 @@ def main() -> int:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--largest", type=int, default=0, help="no size above this")
-    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=SHAPES)
+    parser.add_argument("--shapes", nargs="*", choices=SHAPES, default=SHAPES)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     if options.device != "cpu" and not torch.cuda.is_available():

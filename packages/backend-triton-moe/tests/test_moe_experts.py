@@ -19,8 +19,16 @@ LAYOUTS = ("one expert", "every expert chosen", "float32 routing weights", "stri
 SLOW = ("ordinary", "seventeen experts", "odd sizes", "int32 indices")
 
 
-def sample_of(variant, name="chosen twice"):
-    samples = opslot.registry().contract("moe_experts", variant).samples("cpu", torch.float32, 0)
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request):
+    """Where what no check of the contract looks at is looked at: in the interpreter, and on a GPU."""
+    if request.param == "cpu":
+        request.getfixturevalue("interpreter")
+    return request.param
+
+
+def sample_of(variant, name="chosen twice", device="cpu", dtype=torch.float32):
+    samples = opslot.registry().contract("moe_experts", variant).samples(device, dtype, 0)
     return next(sample for sample in samples if sample.name == name)
 
 
@@ -35,7 +43,7 @@ def assert_as_the_reference(variant, arguments):
     reference = opslot.registry().contract("moe_experts", variant).load_reference()
     for got, expected in zip(results(FUNCTIONS[variant], arguments), results(reference, arguments), strict=True):
         # Sums of some hundred numbers of a few units, in another order.
-        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4, equal_nan=True)
 
 
 @pytest.mark.parametrize("sample", QUICK)
@@ -68,15 +76,17 @@ def test_half_precision(variant, interpreter):
     check("moe_experts", variant, FUNCTIONS[variant], checks=("gradients",), samples=("chosen twice",), dtype="float16")
 
 
-def test_autocast_leaves_the_gradient_of_a_bias_exact(interpreter):
-    arguments = sample_of("gpt_oss", "some not mine").args
+def test_autocast_leaves_the_gradient_of_a_bias_exact(device):
+    arguments = sample_of("gpt_oss", "some not mine", device=device).args
     contract = opslot.registry().contract("moe_experts", "gpt_oss")
     found = []
     for function in (contract.load_reference(), FUNCTIONS["gpt_oss"]):
         leaves = [a for a in arguments if isinstance(a, torch.Tensor) and a.requires_grad]
-        with torch.autocast("cpu", dtype=torch.float16):
+        with torch.autocast(device, dtype=torch.float16):
             out = function(*arguments)
-        found.append([out, *torch.autograd.grad(out, leaves, torch.linspace(-1, 1, out.numel()).view_as(out))])
+        found.append(
+            [out, *torch.autograd.grad(out, leaves, torch.linspace(-1, 1, out.numel(), device=device).view_as(out))]
+        )
     for number, (expected, got) in enumerate(zip(*found, strict=True)):
         assert (got.dtype, got.shape) == (torch.float32, expected.shape)
         # float16 rounds to 2**-11, some ten times one after the other, of the largest; the last is of no half's making.
@@ -85,11 +95,11 @@ def test_autocast_leaves_the_gradient_of_a_bias_exact(interpreter):
 
 
 @pytest.mark.parametrize("variant", FUNCTIONS)
-def test_autocast_casts_weights_also_for_tokens_in_its_dtype(variant, interpreter):
-    hidden, *rest = sample_of(variant, "some not mine").args
+def test_autocast_casts_weights_also_for_tokens_in_its_dtype(variant, device):
+    hidden, *rest = sample_of(variant, "some not mine", device=device).args
     arguments = (hidden.detach().half().requires_grad_(), *rest)
     reference = opslot.registry().contract("moe_experts", variant).load_reference()
-    with torch.autocast("cpu", dtype=torch.float16):
+    with torch.autocast(device, dtype=torch.float16):
         found = [results(function, arguments) for function in (reference, FUNCTIONS[variant])]
     for expected, got in zip(*found, strict=True):
         assert (got.dtype, got.shape) == (expected.dtype, expected.shape)
@@ -103,8 +113,8 @@ class _Watching(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("variant", FUNCTIONS)
-def test_a_second_backward_that_is_watched_reads_nothing_that_the_first_wrote(variant, interpreter):
-    arguments = sample_of(variant).args
+def test_a_second_backward_that_is_watched_reads_nothing_that_the_first_wrote(variant, device):
+    arguments = sample_of(variant, device=device).args
     leaves = [a for a in arguments if isinstance(a, torch.Tensor) and a.requires_grad]
     out = FUNCTIONS[variant](*arguments)
     first = torch.autograd.grad(out, leaves, out.detach().cos(), retain_graph=True)
@@ -113,9 +123,9 @@ def test_a_second_backward_that_is_watched_reads_nothing_that_the_first_wrote(va
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
-def test_a_backward_after_one_that_failed_halfway(interpreter, monkeypatch):
+def test_a_backward_after_one_that_failed_halfway(device, monkeypatch):
     """As one that ran out of memory, and is called again with less held elsewhere."""
-    arguments = sample_of("standard").args
+    arguments = sample_of("standard", device=device).args
     leaves = [a for a in arguments if isinstance(a, torch.Tensor) and a.requires_grad]
     expected = results(FUNCTIONS["standard"], arguments)[1:]
     out = FUNCTIONS["standard"](*arguments)
@@ -131,6 +141,27 @@ def test_a_backward_after_one_that_failed_halfway(interpreter, monkeypatch):
     assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("variant", FUNCTIONS)
+def test_a_backward_that_is_captured_alone_can_be_replayed(variant):
+    """Each replay finds what forward kept, and so does a backward after them."""
+    arguments = sample_of(variant, device="cuda", dtype=torch.bfloat16).args
+    leaves = [a for a in arguments if isinstance(a, torch.Tensor) and a.requires_grad]
+    expected = results(FUNCTIONS[variant], arguments)[1:]
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):  # on which backward runs too
+        out = FUNCTIONS[variant](*arguments)
+        incoming = out.detach().cos()
+    with torch.cuda.graph(graph, stream=stream):
+        captured = torch.autograd.grad(out, leaves, incoming, retain_graph=True)
+    for _ in range(2):
+        graph.replay()
+        assert all(torch.equal(a, b) for a, b in zip(captured, expected, strict=True))
+    after = torch.autograd.grad(out, leaves, incoming)
+    assert all(torch.equal(a, b) for a, b in zip(after, expected, strict=True))
+
+
 @pytest.mark.parametrize("variant", FUNCTIONS)
 def test_operators_and_one_graph(variant, interpreter):
     check("moe_experts", variant, FUNCTIONS[variant], checks=("custom_ops",), samples=("one token",))
@@ -142,7 +173,7 @@ def test_operators_and_one_graph(variant, interpreter):
 
 
 @pytest.mark.parametrize("variant", FUNCTIONS)
-def test_a_backward_that_is_watched_writes_over_nothing(variant, interpreter):
+def test_a_backward_that_is_watched_writes_over_nothing(variant, device):
     """Selective checkpointing keeps what an operator returned, among it what backward writes over elsewhere."""
     from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -152,7 +183,7 @@ def test_a_backward_that_is_watched_writes_over_nothing(variant, interpreter):
     def checkpointed(*arguments):
         return checkpoint(FUNCTIONS[variant], *arguments, use_reentrant=False, context_fn=keep_everything)
 
-    arguments = sample_of(variant).args
+    arguments = sample_of(variant, device=device).args
     for got, expected in zip(results(checkpointed, arguments), results(FUNCTIONS[variant], arguments), strict=True):
         assert torch.equal(got, expected)
 
@@ -183,9 +214,9 @@ def test_the_check_stops_at_an_index_that_is_no_expert(interpreter, monkeypatch)
         moe_experts.moe_experts(hidden, torch.where(index == 4, -1, index), *rest)
 
 
-def test_nan_of_a_token_stays_with_its_experts(interpreter):
+def test_nan_of_a_token_stays_with_its_experts(device):
     """Rows of padding read the first token, whose NaN must reach neither other tokens nor other experts."""
-    hidden, index, weights, gate_up, down = sample_of("standard", "empty experts").args
+    hidden, index, weights, gate_up, down = sample_of("standard", "empty experts", device=device).args
     poisoned = hidden.detach().clone()
     poisoned[0] = float("nan")
     out, _, _, d_gate_up, d_down = results(
@@ -201,8 +232,8 @@ def test_nan_of_a_token_stays_with_its_experts(interpreter):
 
 
 @pytest.mark.parametrize("variant", ["clamped", "gpt_oss"])
-def test_what_lies_at_the_limit_has_its_gradient(variant, interpreter):
-    hidden, index, weights, gate_up, *rest = sample_of(variant).args
+def test_what_lies_at_the_limit_has_its_gradient(variant, device):
+    hidden, index, weights, gate_up, *rest = sample_of(variant, device=device).args
     limit = rest[-1]
     first = torch.zeros_like(hidden, requires_grad=False)
     first[:, 0] = 1
@@ -213,6 +244,16 @@ def test_what_lies_at_the_limit_has_its_gradient(variant, interpreter):
     if variant == "gpt_oss":
         rest[0] = torch.zeros_like(rest[0]).requires_grad_()
     assert_as_the_reference(variant, (first.requires_grad_(), index, weights, stored.requires_grad_(), *rest))
+
+
+@pytest.mark.parametrize("variant", ["clamped", "gpt_oss"])
+def test_the_limit_hides_no_nan(variant, device):
+    """A GPU's minimum of NaN and a number is the number unless it is told otherwise."""
+    hidden, *rest = sample_of(variant, device=device).args
+    poisoned = hidden.detach().clone()
+    poisoned[0] = float("nan")
+    assert FUNCTIONS[variant](poisoned, *rest)[0].isnan().all()
+    assert_as_the_reference(variant, (poisoned.requires_grad_(), *rest))
 
 
 @pytest.mark.slow
@@ -262,7 +303,7 @@ def test_the_output_is_contiguous_also_where_sizes_were_padded(interpreter):
     assert out.is_contiguous()
 
 
-def test_a_hidden_state_that_was_watched_is_not_written_over(interpreter):
+def test_a_hidden_state_that_was_watched_is_not_written_over(device):
     """A mode that was there in forward alone may have kept what the operator returned."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -275,7 +316,7 @@ def test_a_hidden_state_that_was_watched_is_not_written_over(interpreter):
                 kept.append((out[1], out[1].clone()))
             return out
 
-    arguments = sample_of("standard").args
+    arguments = sample_of("standard", device=device).args
     with Keeping():
         out = moe_experts.moe_experts(*arguments)
     out.sum().backward()

@@ -11,6 +11,7 @@ from opslot.ops.glu import glu
 from opslot.ops.moe_experts import moe_experts
 from opslot.ops.rms_norm import rms_norm
 from opslot.testing import check, poisoned_memory
+from opslot.testing._accuracy import Comparison, _Errors
 
 
 def swiglu_with(backward, forward=lambda gate, up: F.silu(gate) * up):
@@ -325,6 +326,20 @@ def test_a_stated_limit_of_accuracy_takes_the_place_of_the_general_one(monkeypat
     for name in ("none", "half"):
         with pytest.raises(AssertionError, match=r"RMS error .* times eager's .* allowed 1.05"):
             check("glu", "swiglu", name, checks=("accuracy",), samples=("three dimensions",))
+
+
+def test_the_largest_error_may_be_as_much_larger_as_all_are_said_to_be():
+    def comparison(rms, largest):
+        found = Comparison("a sample", "output 0")
+        found.eager = found.rounding = _Errors([1.0, 1.02] * 4, [3.0, 3.0] * 4)
+        found.kernel = _Errors([rms] * 8, [largest] * 8)
+        return found
+
+    assert not comparison(2.4, 14.0).problem(2.5)
+    assert "largest error 14.5 over 8 seeds, eager's 3, allowed 14.3" in comparison(2.4, 14.5).problem(2.5)
+    assert not comparison(1.0, 5.9).problem()
+    for limit in (1.05, 1.01):
+        assert "allowed 6 (2 times eager's" in comparison(1.0, 6.1).problem(limit)
 
 
 def test_samples_by_name():

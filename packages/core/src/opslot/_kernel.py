@@ -46,8 +46,8 @@ class KernelSpec:
     when it is called, and with `warn_only=True` it warns, as torch's own operations do.
 
     `rms_error` is a limit of accuracy, by dtype: how many times the root mean square error of eager code the kernel may
-    make where that is more than the 1.05 that `opslot verify` allows. `measured` names the results (a file, a URL) that
-    earned the priority; reports give it as the reason of `auto`.
+    make where that is more than the 1.05 that `opslot verify` allows; the largest error may then grow in proportion.
+    `measured` names the results (a file, a URL) that earned the priority; reports give it as the reason of `auto`.
     """
 
     op: str

@@ -188,7 +188,7 @@ def twice(subject: Subject, seed: int) -> None:
 def accuracy(subject: Subject, seed: int) -> None:
     """Beside eager code in the same dtype, over eight seeds: RMS error at most 1.05 times, largest at most twice.
 
-    A spec's `rms_error` stands in place of the 1.05.
+    A spec's `rms_error` stands in place of the 1.05, and raises both in proportion.
     """
     rms = dict(subject.spec.rms_error).get(subject.dtype_name, RMS)
     for comparison in comparisons(subject, seed):
