@@ -288,8 +288,7 @@ def _check_name(registry: Registry, contracts: list[OpContract], kernel: str, wh
     if kernel in (AUTO, EAGER):
         return
     unknown = []
-    # The variant with the most kernels gives the most helpful error.
-    for contract in sorted(contracts, key=lambda contract: -len(registry.offers(*contract.key))):
+    for contract in contracts:
         if kernel == contract.prefix.rstrip("_"):
             return
         try:
@@ -300,7 +299,15 @@ def _check_name(registry: Registry, contracts: list[OpContract], kernel: str, wh
             return
     if any(distribution_of(contract.op, kernel.removeprefix(contract.prefix)) for contract in contracts):
         return
-    raise UnknownKernel(f"{where}: {unknown[0]}")
+    if len(unknown) == 1:
+        raise UnknownKernel(f"{where}: {unknown[0]}")
+    # Which variants the model has is not known yet: what is said holds for all of them.
+    offers = [offer for contract in contracts for offer in registry.offers(*contract.key)]
+    names = sorted({offer.selector if ":" in kernel else offer.spec.name for offer in offers})
+    raise UnknownKernel(
+        f"{where}: no kernel {kernel!r} for any variant of {contracts[0].op}{nearest(kernel, names)}; known: "
+        f"{', '.join((EAGER, AUTO, *names))}{registry.missing()}"
+    )
 
 
 def _variant(registry: Registry, op: str, variant: str, where: str) -> OpContract:

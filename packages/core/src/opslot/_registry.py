@@ -201,7 +201,7 @@ class Registry:
         having = self.variants_with(contract.op, name)
         if having:
             each = ", ".join([*(f"{variant}: {name}" for variant in having), f"{contract.variant}: {EAGER}"])
-            hint = f"; choose for each variant, such as {contract.op}: {{{each}}}"
+            hint = f"; choose for each variant that the model has, such as {contract.op}: {{{each}}}"
         raise UnknownKernel(f"no kernel {name!r} for {contract}{hint}; known: {_list(valid)}{self.missing()}")
 
     def variants_with(self, op: str, name: str) -> list[str]:
