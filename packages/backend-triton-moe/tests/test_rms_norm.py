@@ -192,14 +192,18 @@ def test_tiles_depend_on_the_length_of_a_row_alone():
         assert 4 <= warps <= 32
 
 
-@pytest.mark.parametrize("size", [1, 128, 4096, 16384])
-def test_compiles_for_rows_of_every_length(size, offline):
-    made = offline("cuda", 90, 32)
+@pytest.mark.parametrize("size", [1, 128, 4096, 8192, 16384])
+@pytest.mark.parametrize("target", [("cuda", 90, 32), ("hip", "gfx942", 64)], ids=str)
+def test_compiles_for_rows_of_every_length(size, target, offline, monkeypatch):
+    """A program has at most 1,024 threads on either, which the compiler does not look at."""
+    monkeypatch.setattr(module, "_THREADS", target[2])
+    made = offline(*target)
     results(kernel, leaf(2, size, dtype=torch.bfloat16), leaf(size, dtype=torch.bfloat16))
     expected = ["forward", "gradients", "total"]
     if size > 8192:
         expected[1:2] = ["gradient_of_long_rows", "weight_gradient_of_long_rows"]
     assert [name for name, _ in made] == expected
+    assert max(kernel.metadata.num_warps * target[2] for _, kernel in made) <= 1024
 
 
 def test_refusals():
@@ -209,3 +213,5 @@ def test_refusals():
         kernel(torch.randn(3, 8), torch.ones(1, 8), EPS)
     with pytest.raises(KernelUnavailable, match=r"computes in float32, got a weight of torch.float64: choose eager"):
         kernel(torch.randn(3, 8), torch.ones(8).double(), EPS)
+    with pytest.raises(ValueError, match="x is on cpu, the weight on meta"):
+        kernel(torch.randn(3, 8), torch.ones(8, device="meta"), EPS)

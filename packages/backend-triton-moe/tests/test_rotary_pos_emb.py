@@ -198,3 +198,14 @@ def test_refusals():
             kernel(q, k, table, sin)
         with pytest.raises(ValueError, match=r"must be \[B or 1, S, 8\]"):
             kernel(q, k, cos, table)
+    with pytest.raises(ValueError, match="q is on cpu, k on cpu, cos on meta, sin on cpu"):
+        kernel(q, k, cos.to("meta"), sin)
+
+
+def test_float64_beside_queries_of_another_dtype():
+    """The result would be of float64, and no more exact than float32."""
+    (q, k), (cos, sin) = (heads(2, 2, 5, 8), heads(2, 1, 5, 8)), tables(1, 5, 8)
+    with pytest.raises(KernelUnavailable, match=r"got k of torch\.float64: choose eager"):
+        kernel(q, k.double(), cos, sin)
+    with pytest.raises(KernelUnavailable, match=r"got cos and sin of torch\.float64: choose eager"):
+        kernel(q, k, cos.double(), sin.double())

@@ -284,17 +284,18 @@ def triton_as_one_process(folder, layout, machine):
     from opslot.testing import triton_interpreter
     from opslot_backends.triton_moe import BACKEND
 
-    experts = next(spec for spec in BACKEND.kernels if (spec.op, spec.variant) == ("moe_experts", "standard"))
-    anywhere = dataclasses.replace(experts, name="interpreted", requires=opslot.Requires(), nested=None)
-    known = opslot.registry()
-    if "interpreted" not in {offer.spec.name for offer in known.offers("moe_experts", "standard")}:
-        known.add(opslot.Backend(api=1, kernels=(anywhere,)), "interpreted", "0")
-    routing = ROUTINGS[layout == "tensor"]
-    yield "expected", expected_of(one_process("qwen3_moe", routing), layout, machine.device)
-    chosen = {"default": "eager", "moe_experts": "interpreted"}
-    model = build(saved(folder, "qwen3_moe", routing), layout, chosen, machine)
-    with triton_interpreter():
-        yield "found", results_of(model, layout, machine.device)
+    known, routing = opslot.registry(), ROUTINGS[layout == "tensor"]
+    for family, variant in (("qwen3_moe", "standard"), ("gpt_oss", "gpt_oss")):
+        experts = next(spec for spec in BACKEND.kernels if (spec.op, spec.variant) == ("moe_experts", variant))
+        anywhere = dataclasses.replace(experts, name="interpreted", requires=opslot.Requires(), nested=None)
+        if "interpreted" not in {offer.spec.name for offer in known.offers("moe_experts", variant)}:
+            known.add(opslot.Backend(api=1, kernels=(anywhere,)), f"interpreted-{variant}", "0")
+        yield (family, "expected"), expected_of(one_process(family, routing), layout, machine.device)
+        chosen = {"default": "eager", "moe_experts": "interpreted"}
+        model = build(saved(folder, family, routing), layout, chosen, machine)
+        with triton_interpreter():
+            yield (family, "found"), results_of(model, layout, machine.device)
+        yield (family, "bound"), bound(model.opslot_binding)
 
 
 SCENARIOS = {
@@ -463,7 +464,9 @@ def test_tritons_experts_in_the_interpreter(tmp_path):
     pytest.importorskip("triton", reason="there is no triton for this platform")
     for results in run(tmp_path, ON_CPU, [("triton", layout) for layout in layouts()]):
         for found in results.values():
-            assert_same(found["found"], found["expected"])
+            for family in ("qwen3_moe", "gpt_oss"):
+                assert_same(found[family, "found"], found[family, "expected"])
+                assert found[family, "bound"][0] == {"interpreted"}
 
 
 @pytest.mark.gpu

@@ -21,6 +21,8 @@ _WHOLE = 8192
 _TILE = 2048
 # Of each thread, so that registers remain for several programs a multiprocessor; backward has more to keep of each.
 _FORWARD, _BACKWARD = 16, 8
+# Threads of a warp: on ROCm 32 warps would be 2,048 threads, where a program has at most 1,024.
+_THREADS = 64 if torch.version.hip else 32
 # Warps of all programs that share the rows in backward: the 32 of 64 registers for each multiprocessor of an H200.
 _WARPS = 32 * 132
 # Tiles of backward that are read at a time.
@@ -38,6 +40,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         raise KernelUnavailable(
             f"rms_norm/standard: triton computes in float32, got a weight of {weight.dtype}: choose eager"
         )
+    if weight.device != x.device:
+        raise ValueError(f"rms_norm/standard: x is on {x.device}, the weight on {weight.device}")
     out: Tensor = _RMSNorm.apply(x, weight, float(eps))  # type: ignore[no-untyped-call]
     return out
 
@@ -109,7 +113,7 @@ class _Blocks(NamedTuple):
     def of(cls, size: int, elements: int) -> "_Blocks":
         columns = min(triton.next_power_of_2(size), _WHOLE)
         rows = max(1, _TILE // columns)
-        return cls(rows, columns, max(4, rows * columns // (32 * elements)))
+        return cls(rows, columns, max(4, rows * columns // (_THREADS * elements)))
 
 
 def _forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:

@@ -38,6 +38,16 @@ def rotary_pos_emb_interleaved(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, u
                 f"rotary_pos_emb/interleaved: cos and sin must be [B or 1, S, {width}], got {list(cos.shape)} and "
                 f"{list(sin.shape)} for {tokens} tokens in {batch} sequences"
             )
+    if len({x.device for x in (q, k, cos, sin)}) > 1:
+        raise ValueError(
+            f"rotary_pos_emb/interleaved: q is on {q.device}, k on {k.device}, cos on {cos.device}, sin on {sin.device}"
+        )
+    wide = [name for name, x in (("k", k), ("cos", cos), ("sin", sin)) if x.dtype is torch.float64]
+    if wide:
+        raise KernelUnavailable(
+            f"rotary_pos_emb/interleaved: triton computes in float32, got {' and '.join(wide)} of torch.float64: "
+            "choose eager"
+        )
     if torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad):
         raise KernelUnavailable(
             "rotary_pos_emb/interleaved: triton gives no gradient of cos and sin; to learn them choose eager"
