@@ -12,7 +12,7 @@ one forward and backward without inputs, weights and their gradients.
 Also the loss that balances experts, of 48 layers: there the time of the host counts, so calls follow one another and
 the clock stops when the last is done. `device_ms` is what its kernels take in sum, `graph_ms` what the same call takes
 as a CUDA graph, and the floor of the host is an autograd function of the same inputs that computes nothing.
-`--shapes` without a name measures only that.
+`--shapes` without a name measures only that, and takes the shapes of other variants too.
 """
 
 import argparse
@@ -30,30 +30,46 @@ from typing import Any
 
 import torch
 from opslot import registry
-from transformers import Qwen3MoeConfig
-from transformers.models.qwen3_moe import modeling_qwen3_moe
+from transformers import DeepseekV4Config, GptOssConfig, Qwen3MoeConfig
+from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4Experts
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts, load_balancing_loss_func
 
 SHAPES = ("qwen3-30b-a3b", "qwen3-30b-a3b, skewed", "qwen3-30b-a3b, long", "qwen3.5-35b-a3b", "eight experts",
           "sixty-four experts")  # fmt: skip
+OTHERS = {"deepseek-v4": "clamped", "gpt-oss-20b": "gpt_oss", "gpt-oss-120b": "gpt_oss"}
 PACKAGES = ("torch", "triton", "transformers", "opslot")
 Run = Callable[[], Any]
 
 
-def grouped_mm(sample: Any) -> tuple[Callable[..., Any], list[torch.Tensor]]:
+def grouped_mm(variant: str, sample: Any) -> tuple[Callable[..., Any], list[torch.Tensor]]:
     """transformers' experts over the weights of a sample, and the tensors that get gradients."""
-    hidden_states, index, _, gate_up, down = sample.args
-    config = Qwen3MoeConfig(
-        hidden_size=hidden_states.shape[1],
-        moe_intermediate_size=down.shape[2],
-        num_experts=down.shape[0],
-        num_experts_per_tok=index.shape[1],
-        experts_implementation="grouped_mm",
-    )
+    hidden_states, index, routing, *weights = sample.args
+    hidden, inner = hidden_states.shape[1], weights[0].shape[2 if variant == "gpt_oss" else 1] // 2
+    sizes = {"hidden_size": hidden, "num_experts_per_tok": index.shape[1], "experts_implementation": "grouped_mm"}
+    count = weights[0].shape[0]
+    names = ["gate_up_proj", "down_proj"]
     with torch.device("meta"):
-        module = modeling_qwen3_moe.Qwen3MoeExperts(config)
-    module.gate_up_proj, module.down_proj = torch.nn.Parameter(gate_up), torch.nn.Parameter(down)
-    leaves = [sample.args[0], sample.args[2], module.gate_up_proj, module.down_proj]
-    return (lambda hidden, index, weights, gate_up, down: module(hidden, index, weights)), leaves
+        module: Any
+        if variant == "gpt_oss":
+            module = GptOssExperts(GptOssConfig(num_local_experts=count, intermediate_size=inner, **sizes))
+            names = ["gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias"]
+            assert (module.alpha, module.limit) == tuple(weights[4:])
+        elif variant == "clamped":
+            module = DeepseekV4Experts(
+                DeepseekV4Config(n_routed_experts=count, moe_intermediate_size=inner, swiglu_limit=weights[2], **sizes)
+            )
+        else:
+            module = Qwen3MoeExperts(Qwen3MoeConfig(num_experts=count, moe_intermediate_size=inner, **sizes))
+    for name, weight in zip(names, weights, strict=False):
+        assert getattr(module, name).shape == weight.shape
+        setattr(module, name, torch.nn.Parameter(weight))
+    leaves = [hidden_states, routing, *(getattr(module, name) for name in names)]
+    return (lambda hidden, index, routing, *_: module(hidden, index, routing)), leaves
+
+
+def trained(arguments: tuple[Any, ...]) -> list[torch.Tensor]:
+    return [a for a in arguments if isinstance(a, torch.Tensor) and a.requires_grad]
 
 
 class Experts:
@@ -146,21 +162,24 @@ def dense_rate(device: str, size: int) -> float:
 
 
 def experts(shape: str, options: argparse.Namespace) -> dict[str, Any]:
-    contract = registry().contract("moe_experts", "standard")
+    variant = OTHERS.get(shape, "standard")
+    contract = registry().contract("moe_experts", variant)
     workload = contract.workload
     assert workload is not None
     sizes = {n: min(size, options.largest) if options.largest else size for n, size in workload.shapes[shape].items()}
     sizes["top_k"] = min(sizes["top_k"], sizes["experts"])
     sample: Any = workload.problem(options.device, getattr(torch, options.dtype), 0, **sizes)  # type: ignore[operator]
     incoming = torch.randn_like(sample.args[0])
-    kernel = registry().load(registry().offer("moe_experts", "standard", options.kernel))
+    kernel = registry().load(registry().offer("moe_experts", variant, options.kernel))
     runs = {
-        options.kernel: Experts(kernel, [a for a in sample.args if a.requires_grad], sample, incoming),
-        "grouped_mm": Experts(*grouped_mm(sample), sample, incoming),
+        options.kernel: Experts(kernel, trained(sample.args), sample, incoming),
+        "grouped_mm": Experts(*grouped_mm(variant, sample), sample, incoming),
     }
     flops = 18 * sizes["tokens"] * sizes["top_k"] * sizes["hidden"] * sizes["inner"] / 1e9
     rates: list[float] = []
     times: dict[str, dict[str, list[float]]] = {name: {"forward": [], "forward_backward": []} for name in runs}
+    apart = runs["grouped_mm"].forward() - (expected := runs[options.kernel].forward())
+    assert apart.norm() < 2e-2 * expected.norm(), "they compute something else"
     for run in runs.values():
         run.forward_backward()
     for _ in range(options.rounds):
@@ -180,13 +199,20 @@ def experts(shape: str, options: argparse.Namespace) -> dict[str, Any]:
             "extra_gib": run.extra_gib(options.device),
         }
     speedup = found["grouped_mm"]["forward_backward_ms"] / found[options.kernel]["forward_backward_ms"]
-    row = {"shape": shape, **sizes, "dense_tflops": rate, "floor_ms": flops / rate, "candidates": found}
+    row = {
+        "shape": shape,
+        "variant": variant,
+        **sizes,
+        "dense_tflops": rate,
+        "floor_ms": flops / rate,
+        "candidates": found,
+    }
     print(
         f"{shape:24} {found[options.kernel]['forward_backward_ms']:8.2f} ms, "
         f"{found[options.kernel]['share_of_dense']:.1%} of dense, {speedup:.2f}x grouped_mm",
         flush=True,
     )
-    return {**row, "speedup": speedup}
+    return {**row, "candidates": found, "speedup": speedup}
 
 
 def balance(options: argparse.Namespace) -> dict[str, Any]:
@@ -201,7 +227,7 @@ def balance(options: argparse.Namespace) -> dict[str, Any]:
     kernel = registry().load(registry().offer("load_balancing_loss", "standard", options.kernel))
     candidates = {
         options.kernel: kernel,
-        "transformers": modeling_qwen3_moe.load_balancing_loss_func,
+        "transformers": load_balancing_loss_func,
         "floor of the host": lambda layers, *_: Nothing.apply(*layers),
     }
     found = {}
@@ -241,7 +267,7 @@ def main() -> int:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--largest", type=int, default=0, help="no size above this")
-    parser.add_argument("--shapes", nargs="*", choices=SHAPES, default=SHAPES)
+    parser.add_argument("--shapes", nargs="*", choices=(*SHAPES, *OTHERS), default=SHAPES)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     if options.device != "cpu" and not torch.cuda.is_available():

@@ -207,10 +207,13 @@ def test_compiles_for_rows_of_every_length(size, target, offline, monkeypatch):
 
 
 def test_refusals():
-    with pytest.raises(ValueError, match=r"a weight of \[H\] for rows of H, got \[4\] for x of \[3, 8\]"):
+    with pytest.raises(ValueError, match=r"a weight of \[H\] for rows of H, at least one, got \[4\] for x of \[3, 8\]"):
         kernel(torch.randn(3, 8), torch.ones(4), EPS)
     with pytest.raises(ValueError, match=r"got \[1, 8\]"):
         kernel(torch.randn(3, 8), torch.ones(1, 8), EPS)
+    for x in (torch.randn(3, 0), torch.tensor(1.0)):
+        with pytest.raises(ValueError, match="at least one"):
+            kernel(x, torch.ones(x.shape[-1:]), EPS)
     with pytest.raises(KernelUnavailable, match=r"computes in float32, got a weight of torch.float64: choose eager"):
         kernel(torch.randn(3, 8), torch.ones(8).double(), EPS)
     with pytest.raises(ValueError, match="x is on cpu, the weight on meta"):

@@ -484,6 +484,16 @@ def test_what_fails_at_one_shape_is_ranked_at_the_others(offering, run, results,
     assert f"not ranked: planted: {error}" in run("--shape", "tall", code=1).out
 
 
+def test_a_stated_limit_of_accuracy_holds_here_too(offering, results):
+    offering(
+        spec("stated", one_wrong_when_large, rms_error=(("float32", 1e9),)),
+        spec("elsewhere", one_wrong_when_large, rms_error=(("bfloat16", 1e9),)),
+    )
+    kernels = results("--shape", "tall", code=1)["tall"]
+    assert kernels["stated"]["rank"] is not None
+    assert "by the contract's tolerance or 2 times eager's own largest error" in kernels["elsewhere"]["error"]
+
+
 def test_a_kernel_that_fails_in_a_later_call_is_dropped_then(offering, results):
     calls = []
 

@@ -31,10 +31,10 @@ _STAGES = 2
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """RMSNorm in Llama's order of casts; a row's results do not depend on the rows beside it."""
-    if weight.shape != x.shape[-1:]:
+    if weight.dim() != 1 or weight.shape != x.shape[-1:] or not weight.numel():
         raise ValueError(
-            f"rms_norm/standard: triton needs a weight of [H] for rows of H, got {list(weight.shape)} for x of "
-            f"{list(x.shape)}"
+            "rms_norm/standard: triton needs a weight of [H] for rows of H, at least one, got "
+            f"{list(weight.shape)} for x of {list(x.shape)}"
         )
     if weight.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise KernelUnavailable(

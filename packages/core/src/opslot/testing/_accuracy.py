@@ -19,6 +19,11 @@ SEEDS = 8
 RMS, LARGEST = 1.05, 2.0
 
 
+def largest_allowed(rms: float = RMS) -> float:
+    """How many times eager's largest error may be that of a kernel whose RMS error may be `rms` times eager's."""
+    return LARGEST * max(1.0, rms / RMS)
+
+
 @dataclass
 class _Errors:
     """Of one tensor, seed by seed."""
@@ -51,9 +56,8 @@ class Comparison:
 
         Few errors scatter, and those in one tensor may be copies of each other, so what scatters is read off the seeds.
         The mean ratio of the root mean squares must be above `rms` by more than five of its standard errors (of eight
-        seeds, once in a thousand by chance). The largest error must be above LARGEST times eager's by more than three
-        standard deviations of eager's own largest from seed to seed; errors that may all be larger may be so too where
-        they are largest, in proportion.
+        seeds, once in a thousand by chance). The largest error must be above `largest_allowed` times eager's by more
+        than three standard deviations of eager's own largest from seed to seed.
         """
         if self.kernel.overflows > self.eager.overflows:
             return (
@@ -72,7 +76,7 @@ class Comparison:
                 )
         largest = [max(pair) for pair in zip(self.eager.largest, self.rounding.largest, strict=True)]
         if all(largest):
-            times = LARGEST * max(1.0, rms / RMS)
+            times = largest_allowed(rms)
             allowed = times * max(largest) * math.exp(3 * statistics.stdev(map(math.log, largest)))
             if max(self.kernel.largest) > allowed:
                 return (

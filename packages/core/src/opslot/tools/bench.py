@@ -19,6 +19,7 @@ from opslot._attempt import Failure, attempt
 from opslot._errors import nearest
 from opslot._provenance import Provenance
 from opslot._target import load_target
+from opslot.testing._accuracy import RMS, largest_allowed
 from opslot.testing._suite import ALL
 from opslot.tools import chart
 from opslot.tools.measure import NOT_MEASURED, Candidate, Setting, device_to_measure, environment, measure
@@ -308,7 +309,8 @@ def _examine(
         return {**entry, "verdict": "", **NOT_MEASURED, "error": f"while loading: {provenance}"}, None
     entry |= {"source": provenance.source, "nested": provenance.nested}
     finding = verdict(offer, provenance.source, contract, setting.device, setting.dtype, verified)
-    candidate = None if finding else Candidate(name, kernel, offer.spec.backward)
+    largest = largest_allowed(dict(offer.spec.rms_error).get(setting.dtype, RMS))
+    candidate = None if finding else Candidate(name, kernel, offer.spec.backward, largest)
     return {**entry, "verdict": finding, **NOT_MEASURED}, candidate
 
 

@@ -22,7 +22,7 @@ from opslot import Device, Offer, OpContract, Tolerance
 from opslot._attempt import Failure, attempt
 from opslot._provenance import libraries
 from opslot._target import load_target
-from opslot.testing._accuracy import LARGEST
+from opslot.testing._accuracy import largest_allowed
 
 if TYPE_CHECKING:
     import torch
@@ -65,11 +65,15 @@ class Setting:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A function to measure. Of one without a backward, the forward is measured while no gradients are recorded."""
+    """A function to measure. Of one without a backward, the forward is measured while no gradients are recorded.
+
+    `largest` is how many times eager's largest error its own may be, where the contract's tolerance is less.
+    """
 
     name: str
     function: Callable[..., Any]
     backward: bool = True
+    largest: float = field(default_factory=largest_allowed)
 
 
 def device_to_measure(name: str | None) -> str:
@@ -279,12 +283,12 @@ def _largest_errors(eager: Results | Failure, exact: Results | Failure) -> dict[
     return {key: _Deviation.of(key, eager[key], value).worst for key, value in exact.items() if value is not None}
 
 
-def _check_worst(name: str, deviation: _Deviation, other: str, limit: float) -> None:
+def _check_worst(name: str, deviation: _Deviation, other: str, limit: float, why: str) -> None:
     """What a mean over millions of elements does not show: a few that are wrong."""
     if deviation.worst > limit:
         raise AssertionError(
             f"{name} is wrong: its worst element is {deviation.worst:.3g} from {other}, at most {limit:.3g} is "
-            f"allowed, by the contract's tolerance or {LARGEST:g} times eager's own largest error"
+            f"allowed, {why}"
         )
 
 
@@ -345,7 +349,10 @@ class _Kernel:
             for key, deviation in found.items():
                 limit = tolerance.atol + tolerance.rtol * deviation.largest
                 if name == "float64":
-                    _check_worst(key, deviation, "its value in float64", max(limit, LARGEST * rounding.get(key, 0.0)))
+                    times = self.candidate.largest
+                    why = f"by the contract's tolerance or {times:.3g} times eager's own largest error"
+                    allowed = max(limit, times * rounding.get(key, 0.0))
+                    _check_worst(key, deviation, "its value in float64", allowed, why)
                     continue
                 # Two results within the tolerance of the exact one differ by at most twice the tolerance.
                 if not deviation.rms <= 2 * limit:  # so that NaN counts as wrong
@@ -354,7 +361,7 @@ class _Kernel:
                         "twice the contract's tolerance"
                     )
                 if isinstance(exact, Failure):
-                    _check_worst(key, deviation, "eager's", 2 * limit)
+                    _check_worst(key, deviation, "eager's", 2 * limit, "twice the contract's tolerance")
 
     def note_memory(self) -> None:
         self.memory = self.meter.extra_bytes(self.problem, self.candidate.function, self._backward)
