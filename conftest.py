@@ -1,5 +1,6 @@
 """For every test: one thread, and no vendor library that loads itself with torch. Set before torch is imported."""
 
+import gc
 import os
 
 import pytest
@@ -36,3 +37,9 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
         if not torch.cuda.is_available():
             pytest.skip("needs a CUDA device")
+
+
+def pytest_collection_finish() -> None:
+    """What is imported by now stays, so no collection of garbage looks at it: accelerate makes one a Trainer."""
+    gc.collect()
+    gc.freeze()
