@@ -6,7 +6,7 @@ import sys
 import opslot
 import pytest
 import torch
-from opslot import Backend, BindError, Device, bind
+from opslot import Backend, BindError, Device, OpSlot, bind
 
 
 @pytest.fixture
@@ -411,6 +411,25 @@ def test_a_device_that_is_not_there_is_a_named_error(known, model, device):
         pytest.skip("this machine has eight CUDA devices")
     with pytest.raises(opslot.OpslotError, match="device"):
         bind(model, "auto", device=device, registry=known)
+
+
+def test_the_device_may_be_one_of_another_machine(known, model):
+    binding = bind(model, {"scale": "cuda"}, device="cuda:sm_90", registry=known)
+    assert binding.device == known.target("cuda:sm_90")
+    assert {row.kernel for row in binding.rows} == {"cuda"}
+
+
+def test_advice_speaks_of_the_variants_that_the_model_has(known, scale_class):
+    class Other(torch.nn.Module):
+        scale_op = OpSlot("scale", "other")
+
+    problem = r"no kernel 'fast' for scale/other; standard has one; known: eager, auto\. For this model write scale: "
+    for model, advice in (
+        (Other(), r"\{other: auto\}$"),
+        (torch.nn.Sequential(scale_class(), Other()), r"\{other: auto, standard: fast\}$"),
+    ):
+        with pytest.raises(opslot.UnknownKernel, match=problem + advice):
+            bind(model, {"scale": "fast"}, device="cpu", registry=known)
 
 
 def test_what_is_no_module():

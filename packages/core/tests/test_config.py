@@ -96,6 +96,13 @@ def test_an_unknown_field_lists_the_valid_ones_and_the_nearest(known):
         OpsConfig.parse({"scalee": "fast"}).rules(known)
 
 
+def test_a_denied_backend_is_named_for_the_op_and_not_for_a_variant(known):
+    known.records.append(opslot.BackendRecord("far", "acme-far", "1.0", denied="denied by OPSLOT_BACKENDS='-far'"))
+    problem = "code: scale: kernel 'far' for scale: backend 'far' of acme-far 1.0 is denied by OPSLOT_BACKENDS='-far'"
+    with pytest.raises(opslot.BackendError, match=problem):
+        OpsConfig.parse({"scale": "far"}).rules(known)
+
+
 def test_two_fields_of_one_op_are_refused(known):
     with pytest.raises(ConfigError, match="'scale' and 'scaling' both choose scale/standard"):
         OpsConfig.parse({"scale": "fast", "scaling": "slow"}).rules(known)

@@ -6,7 +6,7 @@ import os
 import opslot
 import pytest
 import yaml
-from opslot import Backend, KernelSpec, OpsConfig, Priority, Registry, Requires
+from opslot import Backend, BackendRecord, KernelSpec, OpsConfig, Priority, Registry, Requires
 from opslot._device import CORE_KINDS
 from opslot._modules import glob_pattern, matches
 from opslot.ops import BACKEND
@@ -179,6 +179,17 @@ def test_what_a_backend_prints_does_not_stand_among_what_was_asked(bare, monkeyp
     assert json.loads(captured.out)["ops"]
     assert "noise" in captured.err
     assert "more noise" in captured.err
+
+
+def test_what_is_denied_is_not_called_not_installed(bare, capsys):
+    denied = "denied by OPSLOT_BACKENDS='-liger'"
+    bare.records.append(BackendRecord("liger", "opslot-backend-liger", "0.1", denied=denied))
+    code, captured = resolve(capsys, "--json")
+    rows = {row["op"]: row for row in json.loads(captured.out)["ops"]}
+    assert code == 0
+    reason = rows["rms_norm/standard"]["reason"]
+    assert f"; {denied}: liger of opslot-backend-liger" in reason
+    assert "; not installed: quack of opslot-backend-quack" in reason
 
 
 def test_what_cannot_be_chosen_is_not_frozen(bare, veomni, capsys):

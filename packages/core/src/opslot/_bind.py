@@ -11,7 +11,7 @@ from ._contract import Key, OpContract
 from ._device import Device
 from ._discovery import registry as default_registry
 from ._environment import strict
-from ._errors import BindError, ConfigError, OpslotError, TargetError, nearest
+from ._errors import BindError, ConfigError, OpslotError, TargetError, UnknownKernel, nearest
 from ._kernel import AUTO, EAGER
 from ._modules import canonical_modules, glob_pattern, matches
 from ._obstacle import obstacle, parameter_dtypes
@@ -55,8 +55,9 @@ def bind(
     """Bind the kernels that `ops` chooses to the slots of `model`, and say what was done.
 
     `ops`: see `OpsConfig.parse`; None means "auto". The variable OPSLOT_OPS wins over it. `device`: what to judge
-    kernels for, a `torch.device`, a string or a `Device`; by default the device that the model's parameters are on, or
-    the present accelerator while they are on the CPU or on meta, since models are often built there and moved.
+    kernels for, a `torch.device`, a string ("cuda:1", or "cuda:sm_90" for another machine) or a `Device`; by default
+    the device that the model's parameters are on, or the present accelerator while they are on the CPU or on meta,
+    since models are often built there and moved.
     `probe`: first compare values and gradients of each chosen kernel with its contract's reference, on this device;
     None means what the configuration says (`probe: true`), by default no.
 
@@ -76,7 +77,7 @@ def bind(
     judged = registry.describe(device) if device is not None else _device_of(model, registry)
 
     rows, writes, chosen = [], [], []
-    planner = _Planner(registry, judged)
+    planner = _Planner(registry, judged, sites)
     for site in sites:
         name, why = rules.decide(site)
         choice, slot = planner.plan(site, name, why)
@@ -213,9 +214,10 @@ def _check_glob(
 class _Planner:
     """Decides site by site, and loads each kernel once. Modules with one choice share one bound slot object."""
 
-    def __init__(self, registry: Registry, device: Device) -> None:
+    def __init__(self, registry: Registry, device: Device, sites: list[_Site]) -> None:
         self._registry = registry
         self._device = device
+        self._present = sorted({site.contract.key for site in sites})
         self._choices: dict[Any, Choice] = {}
         self._slots: dict[Any, OpSlot] = {}
         self._provenances: dict[Offer, Provenance] = {}
@@ -228,7 +230,8 @@ class _Planner:
             try:
                 self._choices[key] = self._registry.choose(*site.contract.key, name, self._device, dtypes)
             except OpslotError as error:
-                raise type(error)(f"{site}, chosen by {why}: {error}") from (error.__cause__ or error)
+                advice = self._advice(site.contract.op, name) if isinstance(error, UnknownKernel) else ""
+                raise type(error)(f"{site}, chosen by {why}: {error}{advice}") from (error.__cause__ or error)
         choice = self._choices[key]
         if choice.offer is not None and (problem := obstacle(site.module, site.attribute, site.contract)):
             if name != AUTO:
@@ -238,6 +241,13 @@ class _Planner:
                 )
             choice = Choice(None, f"auto: {problem}")
         return choice, self._slot(site, choice)
+
+    def _advice(self, op: str, name: str) -> str:
+        """What chooses this kernel for those variants of the model that have it; empty where none has."""
+        having = self._registry.variants_with(op, name)
+        mine = [variant for key, variant in self._present if key == op]
+        each = ", ".join(f"{variant}: {name if variant in having else AUTO}" for variant in mine)
+        return f". For this model write {op}: {{{each}}}" if having else ""
 
     def original(self, site: _Site) -> OpSlot | None:
         """The slot without a kernel: None for the class's own, an unbound one where `__init__` made it."""

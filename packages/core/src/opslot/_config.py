@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ._catalog import distribution_of, op_of_field
 from ._contract import Key, OpContract
-from ._errors import ConfigError, UnknownKernel, UnknownOp, nearest
+from ._errors import BackendError, ConfigError, UnknownKernel, UnknownOp, nearest
 from ._kernel import AUTO, EAGER
 from ._registry import Registry
 
@@ -295,6 +295,8 @@ def _check_name(registry: Registry, contracts: list[OpContract], kernel: str, wh
             registry.offer(*contract.key, kernel)
         except UnknownKernel as error:
             unknown.append(error)
+        except BackendError as error:
+            raise BackendError(f"{where}: {error}") from (error.__cause__ or error)
         else:
             return
     if any(distribution_of(contract.op, kernel.removeprefix(contract.prefix)) for contract in contracts):

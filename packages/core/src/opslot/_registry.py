@@ -1,6 +1,7 @@
 """The registry: which contracts and kernels there are, and which kernel a name means."""
 
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -189,7 +190,9 @@ class Registry:
         wanted_distribution = normal(distribution or absent or "")
         for record in self.records:
             meant = normal(record.distribution) == wanted_distribution or (not distribution and record.name in names)
-            who = f"kernel {name!r} for {contract}: backend {record.name!r} of {record.distribution} {record.version}"
+            who = (
+                f"kernel {name!r} for {contract.op}: backend {record.name!r} of {record.distribution} {record.version}"
+            )
             if meant and record.denied:
                 raise BackendError(f"{who} is {record.denied}")
             if meant and record.error is not None:
@@ -200,8 +203,7 @@ class Registry:
         hint = f"; {absent} would bring it, and is not installed" if absent else nearest(name, selectors)
         having = self.variants_with(contract.op, name)
         if having:
-            each = ", ".join([*(f"{variant}: {name}" for variant in having), f"{contract.variant}: {EAGER}"])
-            hint = f"; choose for each variant that the model has, such as {contract.op}: {{{each}}}"
+            hint = f"; {_list(having)} {'has' if len(having) == 1 else 'have'} one"
         raise UnknownKernel(f"no kernel {name!r} for {contract}{hint}; known: {_list(valid)}{self.missing()}")
 
     def variants_with(self, op: str, name: str) -> list[str]:
@@ -336,7 +338,7 @@ class Registry:
         return current_device(self._kinds.values())
 
     def describe(self, device: Any) -> Device:
-        """The `Device` of a `torch.device` or a string that torch understands; a `Device` is returned as it is."""
+        """The `Device` of a `torch.device` or a string that torch or `target` understands; a `Device` is returned."""
         if isinstance(device, Device):
             return device
         import torch
@@ -344,6 +346,9 @@ class Registry:
         try:
             wanted = torch.device(device)
         except (RuntimeError, TypeError) as error:
+            if isinstance(device, str) and ":" in device:
+                with suppress(OpslotError):
+                    return self.target(device)
             raise OpslotError(f"device {device!r}: {error}") from error
         return describe(wanted, self._kinds.values())
 

@@ -91,12 +91,13 @@ def _choice(
     names = {offer.spec.name for offer in known.offers(*rule.key)}
     offers = (offer for contract in known.contracts() for offer in known.offers(*contract.key))
     there = {offer.distribution for offer in offers}
-    others = ", ".join(
-        f"{name} of {where}"
-        for name, where in absent.items()
-        if name not in names and (installed.lacks(where) if installed is not None else where not in there)
-    )
-    hint = f"; not installed: {others}" if choice.offer is None and rule.kernel == AUTO and others else ""
+    denied = {record.distribution: record.denied for record in known.records if record.denied}
+    others: dict[str, list[str]] = {}
+    for name, where in absent.items():
+        if name not in names and (installed.lacks(where) if installed is not None else where not in there):
+            others.setdefault(denied.get(where, "not installed"), []).append(f"{name} of {where}")
+    wanted = choice.offer is None and rule.kernel == AUTO
+    hint = "".join(f"; {why}: {', '.join(them)}" for why, them in others.items()) if wanted else ""
     return Choice(choice.offer, choice.reason + hint), None
 
 
