@@ -2,6 +2,7 @@
 
 import ast
 import importlib.util
+import json
 import sys
 import tomllib
 from pathlib import Path
@@ -116,6 +117,17 @@ def test_each_distribution_is_complete(member):
     for requirement in project["project"]["dependencies"] + extras:
         if requirement.startswith("opslot"):
             assert "~=0.1.0" in requirement, f"{member.name}: {requirement} has no range"
+
+
+@pytest.mark.parametrize("record", opslot.registry().records, ids=lambda record: record.name)
+def test_what_earned_a_priority_is_a_result_that_is_kept(record):
+    for spec in record.backend.kernels:
+        assert spec.measured or spec.priority <= opslot.Priority.PORTABLE, spec
+        if not spec.measured:
+            continue
+        data = json.loads((ROOT / spec.measured).read_text(encoding="utf-8"))
+        if isinstance(data, list):  # what `opslot bench --json` prints; benchmarks have forms of their own
+            assert (spec.op, spec.variant) in {(report["op"], report["variant"]) for report in data}, spec
 
 
 def test_the_changelog_names_this_version():
