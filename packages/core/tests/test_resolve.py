@@ -181,7 +181,7 @@ def test_what_a_backend_prints_does_not_stand_among_what_was_asked(bare, monkeyp
     assert "more noise" in captured.err
 
 
-def test_what_is_denied_is_not_called_not_installed(bare, capsys):
+def test_what_is_denied_is_not_called_not_installed(bare, tmp_path, capsys):
     denied = "denied by OPSLOT_BACKENDS='-liger'"
     bare.records.append(BackendRecord("liger", "opslot-backend-liger", "0.1", denied=denied))
     code, captured = resolve(capsys, "--json")
@@ -190,6 +190,11 @@ def test_what_is_denied_is_not_called_not_installed(bare, capsys):
     reason = rows["rms_norm/standard"]["reason"]
     assert f"; {denied}: liger of opslot-backend-liger" in reason
     assert "; not installed: quack of opslot-backend-quack" in reason
+    lock = tmp_path / "uv.lock"
+    lock.write_text('[[package]]\nname = "torch"\nversion = "2.13.0"\n', encoding="utf-8")
+    _, captured = resolve(capsys, "--json", "--target", "cuda:sm_90", "--packages", str(lock))
+    rows = {row["op"]: row for row in json.loads(captured.out)["ops"]}
+    assert "; not installed: liger of opslot-backend-liger" in rows["rms_norm/standard"]["reason"]
 
 
 def test_what_cannot_be_chosen_is_not_frozen(bare, veomni, capsys):

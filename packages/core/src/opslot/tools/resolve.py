@@ -91,7 +91,9 @@ def _choice(
     names = {offer.spec.name for offer in known.offers(*rule.key)}
     offers = (offer for contract in known.contracts() for offer in known.offers(*contract.key))
     there = {offer.distribution for offer in offers}
-    denied = {record.distribution: record.denied for record in known.records if record.denied}
+    # What is denied here says nothing of another machine.
+    here = known.records if installed is None else ()
+    denied = {record.distribution: record.denied for record in here if record.denied}
     others: dict[str, list[str]] = {}
     for name, where in absent.items():
         if name not in names and (installed.lacks(where) if installed is not None else where not in there):
