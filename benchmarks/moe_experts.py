@@ -12,7 +12,7 @@ one forward and backward without inputs, weights and their gradients.
 Also the loss that balances experts, of 48 layers: there the time of the host counts, so calls follow one another and
 the clock stops when the last is done. `device_ms` is what its kernels take in sum, `graph_ms` what the same call takes
 as a CUDA graph, and the floor of the host is an autograd function of the same inputs that computes nothing.
-`--shapes` without a name measures only that, and takes the shapes of other variants too.
+`--shapes` takes the shapes of the other variants too; without a name the loss alone is measured.
 """
 
 import argparse
@@ -66,10 +66,6 @@ def grouped_mm(variant: str, sample: Any) -> tuple[Callable[..., Any], list[torc
         setattr(module, name, torch.nn.Parameter(weight))
     leaves = [hidden_states, routing, *(getattr(module, name) for name in names)]
     return (lambda hidden, index, routing, *_: module(hidden, index, routing)), leaves
-
-
-def trained(arguments: tuple[Any, ...]) -> list[torch.Tensor]:
-    return [a for a in arguments if isinstance(a, torch.Tensor) and a.requires_grad]
 
 
 class Experts:
@@ -171,13 +167,15 @@ def experts(shape: str, options: argparse.Namespace) -> dict[str, Any]:
     sample: Any = workload.problem(options.device, getattr(torch, options.dtype), 0, **sizes)  # type: ignore[operator]
     incoming = torch.randn_like(sample.args[0])
     kernel = registry().load(registry().offer("moe_experts", variant, options.kernel))
+    leaves = [a for a in sample.args if isinstance(a, torch.Tensor) and a.requires_grad]
     runs = {
-        options.kernel: Experts(kernel, trained(sample.args), sample, incoming),
+        options.kernel: Experts(kernel, leaves, sample, incoming),
         "grouped_mm": Experts(*grouped_mm(variant, sample), sample, incoming),
     }
     flops = 18 * sizes["tokens"] * sizes["top_k"] * sizes["hidden"] * sizes["inner"] / 1e9
     rates: list[float] = []
     times: dict[str, dict[str, list[float]]] = {name: {"forward": [], "forward_backward": []} for name in runs}
+    # Each rounds to bfloat16 some five times one after the other, by 2**-9 of a number at most.
     apart = runs["grouped_mm"].forward() - (expected := runs[options.kernel].forward())
     assert apart.norm() < 2e-2 * expected.norm(), "they compute something else"
     for run in runs.values():

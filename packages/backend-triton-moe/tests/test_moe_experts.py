@@ -305,8 +305,6 @@ def test_the_output_is_contiguous_also_where_sizes_were_padded(interpreter):
 
 def test_a_hidden_state_that_was_watched_is_not_written_over(device):
     """A mode that was there in forward alone may have kept what the operator returned."""
-    from torch.utils._python_dispatch import TorchDispatchMode
-
     kept = []
 
     class Keeping(TorchDispatchMode):
